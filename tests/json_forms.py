@@ -48,7 +48,7 @@ points, evenly over the steps.
 | `warnings` | sentences |
 
 **`on`**: what the rule would have done in the `run`: `steps`, the updates that have the needed records; `acts`, those in which it would have changed a tensor or
-tripped; `share`, `acts` over `steps`; `largest`, where it would have acted most, or `null`: `name`, `step` and `factor` (norm over bound, at least 1, `null` of a rule without a bound).
+tripped; `share`, `acts` over `steps`; `largest`, where it would have acted most, or `null`: `name`, `step` and `factor` (norm over bound, at least 1, `null` without a bound, or if it is infinite).
 If the records do not tell, `told` is `false`, `missing` says why, and the numbers are `null`. With `--thresholds` also `thresholds`, objects with the `group` of tensors, its
 `steps`, and its `thresholds`: `quantile`, `value`, and the updates `acts` in which a rule with this bound would have acted.
 

@@ -6,7 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 
 from gradsurgeon.actions._fields import Flaw, flawed
 from gradsurgeon.actions._options import Options, read_options
@@ -106,7 +112,10 @@ if TYPE_CHECKING:
     Number: TypeAlias = float | Ramp
     NumberFrom0: TypeAlias = float | Ramp
 else:
-    Number = Annotated[float, WrapValidator(_reader(-math.inf)), WithJsonSchema(_ANY)]
-    NumberFrom0 = Annotated[
-        float, Field(ge=0), WrapValidator(_reader(0.0)), WithJsonSchema(_FROM_0)
+    # Else pydantic warns of each ramp that it writes.
+    Number = SerializeAsAny[
+        Annotated[float, WrapValidator(_reader(-math.inf)), WithJsonSchema(_ANY)]
+    ]
+    NumberFrom0 = SerializeAsAny[
+        Annotated[float, Field(ge=0), WrapValidator(_reader(0.0)), WithJsonSchema(_FROM_0)]
     ]

@@ -121,7 +121,9 @@ def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> 
     finally:
         random_state.set()
     if judged.fault == "mathematics" and lost:
-        return cause("underflow", *judged.evidence, lost)
+        is_half = max(tensor.itemsize for tensor in call.tensors) < torch.float32.itemsize
+        wider = "float32" if is_half else "float64"
+        return replace(cause("underflow", *judged.evidence, lost), wider=wider)
     advice = judged.advice
     # The remedies clamp, which complex numbers cannot.
     if not any(tensor.is_complex() for tensor in call.tensors):

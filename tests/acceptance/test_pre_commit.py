@@ -129,9 +129,24 @@ def test_the_guide_says_what_to_paste(here: Path) -> None:
 )
 def test_rule_files_are_known_by_name(file: str, taken: bool) -> None:
     for hook in yaml.safe_load(HOOKS.read_text(encoding="utf-8")):
-        assert hook["types"] == ["yaml"]
+        assert bool(re.search(hook["files"], file)) is taken
         if hook["id"].startswith("gradsurgeon-lint"):
-            assert bool(re.search(hook["files"], file)) is taken
+            assert hook["types"] == ["yaml"]
         else:
-            assert re.search(hook["files"], file) is None
-            assert re.search(hook["files"], "a/rules.test.yaml")
+            for other in ("a/rules.test.yaml", "params.json", "a/norms.json"):
+                assert re.search(hook["files"], other)
+
+
+def test_tests_are_run_if_only_the_rules_have_changed(here: Path) -> None:
+    file = here / ".pre-commit-config.yaml"
+    file.write_text(file.read_text().replace("gradsurgeon-lint-system", "gradsurgeon-test"))
+    (here / "rules.yaml").write_text(CLEAN.replace("norm-log", "scale, factor: 2.0"))
+    rule = yaml.safe_load(CLEAN)["rules"][0]["id"]
+    test = {"rule": rule, "gradient": [1.0], "expect": [2.0]}
+    (here / "rules.test.yaml").write_text(yaml.safe_dump({"version": 1, "tests": [test]}))
+    code, text = commit(here)
+    assert (code, "Passed" in text) == (0, True), text
+    git(here, "commit", "-qm", "x")
+    (here / "rules.yaml").write_text(CLEAN.replace("norm-log", "scale, factor: 3.0"))
+    code, text = commit(here)
+    assert (code, "the optimizer gets [3.0], not [2.0]" in text) == (1, True), text

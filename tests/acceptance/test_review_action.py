@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import EDITS, ROOT, git, pasted
+from commands import EDITS, ROOT, environment, git, pasted
 from pull_requests import ACTION, WRONG, Job, pull_request
 from ranks import Json
 from transcripts import in_a_shell, replayed, shown
@@ -88,6 +88,35 @@ def test_the_guide_says_what_to_paste(job: Job) -> None:
     assert done.returncode == 1, done.stderr
     sarif = json.loads((job.checkout / upload["with"]["sarif_file"]).read_text(encoding="utf-8"))
     assert [one["ruleId"] for one in sarif["runs"][0]["results"]] == ["unknown-action"]
+
+
+TESTS = {
+    "rules.yaml": EDITS,
+    "rules.test.yaml": """version: 1
+params: params.json
+tests:
+  - {rule: no-bias, matches: 1}
+  - {rule: no-bias, gradient: [3.0], expect: [0.0]}
+""",
+}
+
+
+def test_the_tests_of_rules_are_run_and_those_that_need_torch_left_out(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.write(TESTS)
+    assert job.run().returncode == 0
+    assert "The tests of the rules pass: 2 tests: 0 failed." in job.summary
+    # The action installs no torch.
+    (job.folder / "sitecustomize.py").write_text('import sys\nsys.modules["torch"] = None\n')
+    places = {"PYTHONPATH": f"{job.folder}{os.pathsep}{ROOT}"}
+    monkeypatch.setattr("pull_requests.environment", lambda: {**environment(), **places})
+    done = job.run()
+    assert done.returncode == 0, done.stdout
+    assert "need no PyTorch pass: 2 tests: 0 failed; 1 not run." in job.summary
+    job.write({"rules.test.yaml": TESTS["rules.test.yaml"].replace("matches: 1", "matches: 2")})
+    assert job.run().returncode == 1
+    assert "it matches 1, not 2" in job.summary
 
 
 def test_the_comment_is_found_on_a_later_page_and_only_among_bots(job: Job) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from gradsurgeon import Session
 from gradsurgeon.errors import RecordError
 from gradsurgeon.language import schema
 from gradsurgeon.language.planning import Manifest, MatchedRules, Matcher
-from gradsurgeon.report.evidence import norms_file, run_norms
+from gradsurgeon.report.evidence import norms_file, run_norms, words
 from gradsurgeon.report.evidence.run_norms import RunNorms
-from gradsurgeon.report.evidence.told import Told
+from gradsurgeon.report.evidence.told import Strongest, Told
 from gradsurgeon.report.evidence.trial import Trial
 
 Entry = dict[str, Any]
@@ -106,6 +106,11 @@ def train(
                         param.copy_(value)
         session.remove()
     return session
+
+
+def grad_of(param: nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
 
 
 def matched(session: Session, wanted: Container[str]) -> MatchedRules:
@@ -329,9 +334,116 @@ def test_thresholds_are_quantiles_and_how_often_each_would_act(tmp_path: Path) -
     assert joint.values == pytest.approx(
         np.quantile(whole, [0.5, 0.9, 0.99, 0.999, 1], method="inverted_cdf")
     )
-    assert joint.acts == tuple(int((whole > 1.000001 * value).sum()) for value in joint.values)
     (each,) = by_rule["rule-1"].thresholds
     assert each.group == "{0,2,4}.weight"
     weights = table[:, ::2]
     assert each.values[1] == pytest.approx(np.quantile(weights, 0.9, method="inverted_cdf"))
-    assert each.acts[1] == int((weights > 1.000001 * each.values[1]).any(1).sum())
+
+
+BOUNDED: list[Callable[[float], Entry]] = [
+    lambda bound: {**AT_UPDATE[5], "max_norm": bound},
+    lambda bound: {**AT_UPDATE[6], "params": "0.weight", "max_norm": bound},
+    lambda bound: {**AT_UPDATE[9], "max_norm": bound},
+    lambda bound: {"action": "spike-trap", "params": "*", "above": {"norm": bound}},
+    lambda bound: {**AT_UPDATE[1], "above": {"norm": bound}},
+    lambda bound: {**CLAMP[1], "params": "2.bias", "min": -bound, "max": bound},
+]
+
+
+@pytest.mark.parametrize("bounded", BOUNDED)
+def test_a_threshold_acts_as_often_as_a_rule_with_that_bound(
+    tmp_path: Path, bounded: Callable[[float], Entry]
+) -> None:
+    session = train(tmp_path / "run", [FINAL, *named([bounded(1.0)])], bad=BAD)
+    run = run_norms.read(tmp_path / "run")
+    (told,) = Trial(matched(session, ["rule-0"]), run, frozenset()).told().values()
+    (thresholds,) = told.thresholds
+    matcher = Matcher(session.plan.manifest)
+    for bound, acts in zip(thresholds.values, thresholds.acts, strict=True):
+        rules = gradsurgeon.load({"version": 1, "rules": named([bounded(bound)])})
+        (alike,) = Trial(MatchedRules(rules, matcher), run).told().values()
+        assert alike.acts == acts
+
+
+def test_beside_a_nan_other_tensors_tell_that_a_rule_acts(tmp_path: Path) -> None:
+    half = {"action": "scale", "at": "step", "params": "*", "factor": 0.5}
+    wide = {"action": "clamp", "at": "step", "params": "*", "min": -1e-9, "max": 1e-9}
+    for entry in named([half, wide]):
+        updates = iter(range(STEPS))
+
+        def spoil(model: nn.Module, updates: Iterator[int] = updates) -> None:
+            if next(updates) == STEPS - 1:
+                grad_of(model.get_parameter("0.weight"))[0, 0] = torch.nan
+
+        path = tmp_path / entry["id"]
+        session = train(path, [FINAL, entry], between=spoil)
+        (told,) = told_on(session, run_norms.read(path)).values()
+        assert told.steps == told.acts == STEPS
+        assert told.by_name["0.weight"] == told.by_name["2.weight"] - 1
+
+
+def test_a_trap_is_told_as_it_decides_at_the_update(tmp_path: Path) -> None:
+    def repair(model: nn.Module) -> None:
+        for param in model.parameters():
+            torch.nan_to_num_(grad_of(param), 0.0, 0.0, 0.0)
+
+    trap = named(AT_UPDATE[:1])
+    session = train(tmp_path / "final", [AFTER, FINAL, *trap], bad=BAD, between=repair)
+    (told,) = told_on(session, run_norms.read(tmp_path / "final")).values()
+    assert not told.missing
+    assert told.acts == session.status()["rule-0"].altered == 0
+    session = train(tmp_path / "after", [AFTER, *trap], bad=BAD, between=repair)
+    (told,) = told_on(session, run_norms.read(tmp_path / "after")).values()
+    assert told.missing.startswith("the script changed gradients")
+
+
+def test_what_learns_is_not_told_from_records_that_begin_late(tmp_path: Path) -> None:
+    learning = {"action": "spike-trap", "params": "*", "above": {"times": 1.5, "warmup": 2}}
+    late = {"steps": {"from": 30}}
+    entries = named([{**learning, "then": "warn"}, {**learning, **late, "then": "warn"}])
+    session = train(tmp_path / "run", [{**FINAL, **late}, *entries])
+    early, alike = told_on(session, run_norms.read(tmp_path / "run")).values()
+    assert early.missing.endswith("the run recorded none before 30: record all")
+    assert alike.acts == session.status()["rule-1"].altered
+
+
+def test_passes_whose_update_never_came_are_not_counted(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), 0.01)
+    scale = {"id": "half", "action": "scale", "params": "*", "factor": 0.5}
+    rules = {"version": 1, "rules": [EACH, scale]}
+    with gradsurgeon.apply(model, rules, mode="observe", record=tmp_path / "run") as session:
+        for step in range(4):
+            model(torch.ones(2)).sum().backward()
+            if step < 3:
+                optimizer.step()
+    (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()
+    assert told.steps == told.acts == 3
+
+
+def test_no_number_of_the_json_is_infinite(tmp_path: Path) -> None:
+    session = train(tmp_path / "run", [FINAL, *named(CLAMP[1:])], bad=BAD)
+    (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()
+    assert told.strength == np.inf
+    assert told.to_dict()["largest"] == {"name": "2.weight", "step": BAD, "factor": None}
+
+
+def test_of_a_trap_no_diff_says_that_it_divides_a_gradient() -> None:
+    told = Told("run", steps=4, acts=1, largest=Strongest("weight", 2, 3.0), trips=True)
+    assert words.change(told, None) == "on run: acts in 25 % of 4 recorded updates"
+    told.trips = False
+    assert words.change(told, None).endswith("the largest gradient is divided by 3")
+
+
+def test_both_bounds_of_a_clamp_may_be_open(tmp_path: Path) -> None:
+    # As `min: ?` and `max: ?` are read.
+    entry = {**CLAMP[1], "params": "2.bias", "min": 1.0, "max": 1.0}
+    session = train(tmp_path / "run", [FINAL, *named([entry])])
+    run = run_norms.read(tmp_path / "run")
+    rules = matched(session, ["rule-0"])
+    (told,) = Trial(rules, run, frozenset({"rule-0"})).told().values()
+    assert told.missing == "its bound is `?`"
+    (thresholds,) = told.thresholds
+    assert thresholds.values[-1] == max(value for _, value in session.history("2.bias", "linf"))
+    (told,) = Trial(rules, run).told().values()
+    assert told.missing.startswith("records tell of bounds that are alike")

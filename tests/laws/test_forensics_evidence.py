@@ -121,6 +121,10 @@ def test_a_constant_that_the_format_rounds_to_zero_is_named() -> None:
     assert diagnosis.cause is not None
     assert diagnosis.cause.fault == "underflow"
     assert any("1e-12" in text and "float16" in text for text in diagnosis.cause.evidence)
+    # It advises a wider format, and the replay shows that it helps.
+    (tried,) = diagnosis.tried
+    assert tried.remedy == "in float32 from there on"
+    assert tried.outputs_finite
 
 
 def test_where_two_infinities_meet_both_are_named() -> None:

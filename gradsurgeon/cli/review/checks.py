@@ -26,7 +26,7 @@ READING_CHECKS: Mapping[str, str] = {
     "key-type": "A key is not text.",
     "merge-key": "The merge key `<<` is not allowed.",
     "missing-key": "A key that must be given is missing.",
-    "no-match": "With `--params`: a rule matches nothing in the model.",
+    "no-match": "With `--params`: a rule matches nothing in the model, or, as a warning, one of its patterns.",
     "no-rules": "The list of rules is empty.",
     "not-a-mapping": "The file is not a mapping with `version` and `rules`.",
     "several-documents": "The file holds more than one YAML document.",

@@ -52,9 +52,7 @@ def _github(problem: Problem, root: Path) -> str:
     place = problem.place
     properties: dict[str, object] = {"file": _path_from(root, place.file)}
     if place.line:
-        properties["line"] = place.line
-        properties["col"] = place.col
-        properties["endColumn"] = _end_column(place)
+        properties |= {"line": place.line, "col": place.col, "endColumn": _end_column(place)}
     properties["title"] = problem.check
     arguments = []
     for key, value in properties.items():

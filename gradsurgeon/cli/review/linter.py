@@ -27,11 +27,20 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
 
 
 def _unbound(rules: RuleSet, manifest: Manifest) -> Iterator[Problem]:
+    """Yield why rules do not bind, and as warnings the patterns without effect of those that do."""
     matched = MatchedRules(rules, Matcher(manifest))
-    for rule_id in matched.rules:
+    for rule_id, rule in matched.rules.items():
         for obstacle in matched.obstacles(rule_id):
             place = rules.place_to_correct(rule_id, *obstacle.at)
             yield Problem(place, obstacle.kind, obstacle.text)
+        if not matched.matches[rule_id].things:
+            continue
+        for option, text in matched.matcher.names[rule.target].doubts(rule):
+            warning = Problem(rules.place(rule_id, option), "no-match", text, "", "warning")
+            # The patterns of a pack are for many models.
+            is_of_pack = warning.place.file.startswith(PREFIX)
+            if option and not is_of_pack and not _is_suppressed(warning):
+                yield warning
 
 
 def lint_rules(inspected: Inspection) -> list[Problem]:

@@ -23,12 +23,13 @@ from gradsurgeon.actions import (
 )
 from gradsurgeon.cli.review import on_run
 from gradsurgeon.common._libraries import is_installed
-from gradsurgeon.errors import ManifestError, Place, Problem, RuleFileError
+from gradsurgeon.errors import ManifestError, Place, Problem, RecordError, RuleFileError
 from gradsurgeon.language import packs, schema, source
 from gradsurgeon.language.planning import Manifest, MatchedRules, Matcher, manifest_file
 from gradsurgeon.language.schema import RuleSet, problem_of
 
 if TYPE_CHECKING:
+    from gradsurgeon.report.evidence.run_norms import RunNorms
     from gradsurgeon.report.evidence.told import Told
 
 SUFFIX = ".test.yaml"
@@ -37,6 +38,7 @@ _NO_TORCH = "it needs torch, which is not installed here"
 _COMPARISON = re.compile(r"(<=|>=|==|<|>|)\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)")
 _COMPARISONS = {">=": ge, "<=": le, "==": eq, ">": gt, "<": lt}
 _FORMS = ({"matches"}, {"gradient", "expect"}, {"on", "acts"})
+_TEST = "- {rule: my-rule, matches: 24}"
 
 
 def _comparison(value: object) -> object:
@@ -49,6 +51,7 @@ def _comparison(value: object) -> object:
 _Numbers = Annotated[
     tuple[Annotated[float, Field(allow_inf_nan=True)], ...], FROM_LIST, Field(min_length=1)
 ]
+_GIVEN = Field(examples=["[3.0, -5.0]"])
 
 
 class RuleTest(Options):
@@ -58,8 +61,8 @@ class RuleTest(Options):
     # How many parameters or modules the rule matches.
     matches: Annotated[int, Field(ge=0)] | None = None
     # One gradient that passes through the rule, and what the optimizer gets of it.
-    gradient: _Numbers | None = None
-    expect: _Numbers | None = None
+    gradient: Annotated[_Numbers | None, _GIVEN] = None
+    expect: Annotated[_Numbers | None, _GIVEN] = None
     # A recorded run, or an export of its norms, and in how many of its updates the rule would have acted.
     on: str | None = None
     acts: Annotated[Any, AfterValidator(_comparison)] = None
@@ -82,7 +85,10 @@ class RuleTest(Options):
 
 class _TestFile(Options):
     version: Annotated[Literal[1], Field(description="Version of the format, 1.")]
-    tests: Annotated[tuple[RuleTest, ...], FROM_LIST, Field(min_length=1, description="The tests.")]
+    # Each is read by itself.
+    tests: Annotated[
+        tuple[Any, ...], FROM_LIST, Field(min_length=1, description="The tests.", examples=[_TEST])
+    ]
     rules: Annotated[str | None, Field(description="The rule file.")] = None
     params: Annotated[str | None, Field(description="The names that `matches` counts.")] = None
 
@@ -100,18 +106,30 @@ def run(path: str) -> Iterator[Result]:
     """Run each test of a file, or raise `RuleFileError` with all problems of the file and its rules."""
     document = source.read(path)
     data = document.data if isinstance(document.data, dict) else {}
-    top, flaws = read_options(_TestFile, data)
+    _, flaws = read_options(_TestFile, data)
     problems = [*document.problems, *[problem_of(document, (), flaw) for flaw in flaws]]
     beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
     rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
     manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
-    tests = top.tests if top is not None else ()
-    for index, test in enumerate(tests):
-        _file(document, ("tests", index, "on"), test.on, str, problems)
+    run_at = cache(on_run.run_at)
+    tests = []
+    entries = data.get("tests")
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        at: source.Path = ("tests", index)
+        if not isinstance(entry, dict):
+            message = f"entry {index + 1} of `tests` must be a mapping, found {described(entry)}"
+            problems.append(
+                Problem(document.place(at), "wrong-type", message, f"such as `{_TEST}`")
+            )
+            continue
+        test, flaws = read_options(RuleTest, entry)
+        problems += [problem_of(document, at, flaw) for flaw in flaws]
+        _file(document, (*at, "on"), entry.get("on"), run_at, problems)
+        tests += [test] if test else []
     if problems or rules is None:
         raise RuleFileError(schema.tidy(problems))
     # Several tests may ask of one run.
-    told_on = cache(partial(_told, Path(document.file).parent, rules, manifest))
+    told_on = cache(partial(_told, run_at, Path(document.file).parent, rules, manifest))
     for index, test in enumerate(tests):
         name = f"{index + 1}: {test.name}"
         place = document.place(("tests", index))
@@ -122,7 +140,7 @@ def run(path: str) -> Iterator[Result]:
         yield Result(name, place, "failed" if failure else "passed", failure)
 
 
-def _rules(path: Path) -> RuleSet:
+def _rules(path: str) -> RuleSet:
     return schema.validate(source.read(path))
 
 
@@ -130,18 +148,22 @@ def _file(
     document: source.Document,
     at: source.Path,
     entry: object,
-    read_file: Callable[[Path], _Content],
+    read_file: Callable[[str], _Content | None],
     problems: list[Problem],
 ) -> _Content | None:
     """Return what is in a file in the folder of the tests, or below; nothing if none is named."""
     if not isinstance(entry, str):
         return None
+    folder = Path(document.file).parent
     try:
-        return read_file(packs.inside(entry, Path(document.file).parent))
+        packs.inside(entry, folder)
+        return read_file(str(folder / entry))
     except packs.IncludeError as error:
         problems.append(Problem(document.place(at), "bad-include", error.message, error.hint))
     except (RuleFileError, ManifestError) as error:
         problems += error.problems
+    except RecordError as error:
+        problems.append(Problem(document.place(at), "unreadable-file", str(error)))
     return None
 
 
@@ -170,9 +192,15 @@ def _failure(
     return "" if number == test.matches else f"it matches {number:,}, not {test.matches:,}"
 
 
-def _told(folder: Path, rules: RuleSet, manifest: Manifest | None, entry: str) -> dict[str, Told]:
+def _told(
+    run_at: Callable[[str], RunNorms | None],
+    folder: Path,
+    rules: RuleSet,
+    manifest: Manifest | None,
+    entry: str,
+) -> dict[str, Told]:
     """Return by rule what it would have done in a run."""
-    norms = on_run.run_at(str(folder / entry))
+    norms = run_at(str(folder / entry))
     assert norms is not None  # noqa: S101 # a path was given
     return on_run.tried(MatchedRules(rules, Matcher(manifest or norms.manifest)), norms)
 

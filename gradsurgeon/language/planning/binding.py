@@ -79,7 +79,8 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
         yield from rule.notes
         yield "takes effect when the script tags a tensor with such a name"
     else:
-        yield from matcher.names[rule.target].doubts(rule)
+        for _, doubt in matcher.names[rule.target].doubts(rule):
+            yield doubt
         if match.things:
             yield from _remarks(rule, match.things)
             # The notes describe an effect, and a rule without a match has none.

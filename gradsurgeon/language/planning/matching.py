@@ -67,31 +67,33 @@ class NameIndex:
             if thing.name in wanted and self._meets(rule.where, thing)
         ]
 
-    def doubts(self, rule: Rule) -> list[str]:
-        doubts = []
+    def doubts(self, rule: Rule) -> list[tuple[str, str]]:
+        """Return what may not be meant: the option of a pattern without effect, empty for another doubt, and a text."""
+        doubts: list[tuple[str, str]] = []
         for text in rule.patterns:
             if len(rule.patterns) > 1 and not self.hits(text):
                 hint = self._hint(text)
-                doubts.append(f"pattern {quoted(text)} matches nothing; {hint}")
+                doubts.append((rule.target, f"pattern {quoted(text)} matches nothing; {hint}"))
         if rule.exclude:
             doubts += self._doubts_of_exclude(rule)
-        if len(doubts) > _MAX_DOUBTS:
-            doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
+        more = len(doubts) - _MAX_DOUBTS
+        if more > 0:
+            doubts[_MAX_DOUBTS:] = [("", f"and {more} more doubts of this kind")]
         return doubts
 
-    def _doubts_of_exclude(self, rule: Rule) -> Iterator[str]:
+    def _doubts_of_exclude(self, rule: Rule) -> Iterator[tuple[str, str]]:
         kept = set(self._matched(rule.patterns))
         for text in rule.exclude:
             hits = self.hits(text)
             dropped = {thing.name: thing for thing in hits.values() if thing.name in kept}
             if not dropped:
-                yield f"exclude {quoted(text)} removes nothing from the match"
+                yield "exclude", f"exclude {quoted(text)} removes nothing from the match"
             for thing in dropped.values():
                 others = [name for name in thing.names if name not in hits]
                 if others:
                     shown = printable(", ".join(others))
                     kind = "tensor" if isinstance(thing, Param) else "module"
-                    yield f"exclude {quoted(text)} also removes {shown}: the same {kind}"
+                    yield "", f"exclude {quoted(text)} also removes {shown}: the same {kind}"
             kept -= dropped.keys()
 
     def no_match(self, rule: Rule) -> str:

@@ -107,18 +107,24 @@ def complaint(rules: RuleSet, rule: Rule, obstacle: Obstacle) -> str:
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return complaints about rules that match too little in all the models together."""
     complaints: list[str] = []
-    matchers = list(map(Matcher, models.values()))
+    matchers = {title: Matcher(manifest) for title, manifest in models.items()}
     for rule in rules.rules:
         if rule.target == "tensors" or not models:
             continue
-        fitting = [matcher for matcher in matchers if is_for(rule, matcher.manifest)]
+        # A rule that is for other models matches nothing.
+        titles = [title for title in models if is_for(rule, models[title])] or list(models)
         things: list[Thing] = []
-        for matcher in fitting:
-            things += matcher.match(rule).things
+        for title in titles:
+            things += matchers[title].match(rule).things
         # The names of one model are enough for a hint.
-        first = [*fitting, *matchers][0]
-        short = _shortfalls(rule, things, first.names[rule.target])
-        complaints += [complaint(rules, rule, shortfall) for shortfall in short]
+        names = matchers[titles[0]].names[rule.target]
+        for shortfall in _shortfalls(rule, things, names):
+            text = complaint(rules, rule, shortfall)
+            if len(models) > 1:
+                shown = printable(shorten_names(titles))
+                text = text.replace("of the model matches", f"of {shown} matches")
+                text = text.replace("the model has", f"{printable(titles[0])} has")
+            complaints.append(text)
     return complaints
 
 

@@ -1,7 +1,7 @@
 """The count of what one rule would have done. Needs numpy."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -10,16 +10,18 @@ from gradsurgeon.report.evidence.gradients import MatchedGradients, TrialOutcome
 from gradsurgeon.report.evidence.run_norms import Array, RecordedTable
 from gradsurgeon.report.evidence.told import SHARES, Strongest, Thresholds, Told
 
-# For each table, by name what was compared with the bound.
-Compared = Sequence[tuple[RecordedTable, Mapping[str, Array]]]
+# For each table, what a rule compared with its bound, and did.
+Compared = Sequence[tuple[RecordedTable, TrialOutcome]]
 
 
 def add(
     told: Told, table: RecordedTable, gradients: MatchedGradients, outcome: TrialOutcome
 ) -> None:
     """Add what a rule did to the gradients of a table."""
-    known = np.broadcast_to(np.logical_not(outcome.unknown), len(table.steps))
-    acted = outcome.acted & known[:, None]
+    is_known = np.broadcast_to(np.logical_not(outcome.unknown), outcome.acted.shape)
+    acted = outcome.acted & is_known
+    # Another gradient of the row may tell.
+    known = np.any(acted, axis=1) | np.all(is_known, axis=1)
     told.steps += table.updates(known)
     told.acts += table.updates(np.any(acted, axis=1))
     numbers = (table.weights @ acted).tolist()
@@ -50,19 +52,19 @@ def _find_largest(
 def thresholds(compared: Compared) -> Iterator[Thresholds]:
     """Yield, for each group of like layers, quantiles of what was compared, and how often each would have acted."""
     names: dict[str, None] = {}
-    for _, by_name in compared:
-        names |= dict.fromkeys(by_name)
+    for _, outcome in compared:
+        names |= dict.fromkeys(outcome.compared)
     for group, members in fold_names(names).items():
         yield from _thresholds_of(group, members, compared)
 
 
 def _thresholds_of(group: str, members: Sequence[str], compared: Compared) -> Iterator[Thresholds]:
+    tables = []
     values = []
-    largest = []
-    for table, by_name in compared:
-        columns = [by_name[name] for name in members if name in by_name]
+    for table, outcome in compared:
+        columns = [outcome.compared[name] for name in members if name in outcome.compared]
         if columns:
-            largest.append((table, np.fmax.reduce(columns)))
+            tables.append((table, np.array(columns), outcome.acts_at))
             values.append(np.repeat(columns, table.weights, axis=1).ravel())
     every = np.concatenate(values)
     finite = every[np.isfinite(every)]
@@ -71,7 +73,7 @@ def _thresholds_of(group: str, members: Sequence[str], compared: Compared) -> It
     bounds = np.quantile(finite, SHARES, method="inverted_cdf")
     acts = np.zeros(len(SHARES), int)
     steps = 0
-    for table, norms in largest:
-        steps += table.updates(~np.isnan(norms))
-        acts += [table.updates(norms > bound) for bound in bounds]
+    for table, numbers, acts_at in tables:
+        steps += table.updates(~np.all(np.isnan(numbers), axis=0))
+        acts += [table.updates(np.any(acts_at(numbers, bound), axis=0)) for bound in bounds]
     yield Thresholds(group, tuple(bounds.tolist()), tuple(acts.tolist()), steps)

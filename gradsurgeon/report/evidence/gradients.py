@@ -1,6 +1,6 @@
 """The gradients of a table as the rules before have left them: norms, and what is hidden. Needs numpy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,8 +51,9 @@ class TrialOutcome(NamedTuple):
         acted: which gradients it changes, or which make it trip.
         strength: norm over bound, ``None`` if the rule has no bound.
         factors: by what it multiplies, ``None`` if it leaves gradients as they are.
-        unknown: the rows of which the records do not tell, shape ``[n]``.
+        unknown: of which gradients the records do not tell.
         compared: by name, what the rule compares with its bound, float ``[n]``, NaN where nothing is.
+        acts_at: whether it acts on numbers that it compares with a bound.
     """
 
     acted: Array
@@ -60,6 +61,7 @@ class TrialOutcome(NamedTuple):
     factors: Array | None = None
     unknown: Array | bool = False
     compared: Mapping[str, Array] = {}
+    acts_at: Callable[[Array, float], Array] = np.greater
 
 
 class View:

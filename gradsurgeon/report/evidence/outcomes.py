@@ -17,6 +17,7 @@ from gradsurgeon.actions.zero import Zero
 from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common._libraries import is_installed
 from gradsurgeon.report.evidence.gradients import MatchedGradients, TrialOutcome
+from gradsurgeon.report.evidence.run_norms import Array
 from gradsurgeon.report.evidence.told import ALL
 
 _UNITS = "the norms of single units are not recorded"
@@ -24,17 +25,21 @@ _BOUNDS = "records tell of bounds that are alike on both sides, and these are no
 _TORCH = "the bounds of `spike-trap` are computed by torch, which is not installed here"
 
 
-def untold(rule: Rule) -> str:
-    """Return why no records tell what a rule does; empty if some do."""
+def untold(rule: Rule, *, is_open: bool = False) -> str:
+    """Return why no records tell what a rule does; empty if some do. Both bounds of a rule may be open."""
     if isinstance(rule, ClipNorm) and rule.per == "unit":
         return _UNITS
-    if isinstance(rule, Clamp) and not (isinstance(rule.max, float) and rule.min == -rule.max):
+    if isinstance(rule, Clamp) and not (is_open and rule.min == rule.max) and not _is_even(rule):
         return _BOUNDS
     if isinstance(rule, SpikeTrap) and not is_installed("torch"):
         return _TORCH
     if type(rule) not in OUTCOMES:
         return f"norms do not show what `{rule.action}` does"
     return ""
+
+
+def _is_even(rule: Clamp) -> bool:
+    return isinstance(rule.max, float) and rule.min == -rule.max
 
 
 def stats_of(rule: Rule) -> tuple[str, ...]:
@@ -64,31 +69,37 @@ def _scale(rule: Scale, gradients: MatchedGradients) -> TrialOutcome:
     # NaN times 0 is NaN.
     factors = np.where(nonfinite & (factors == 0), np.float32(np.nan), factors)
     # A factor changes finite elements alone, and whether there are some beside a NaN is unknown.
-    unknown = np.any(changed & nonfinite, axis=1)
-    return TrialOutcome(changed, factors=factors, unknown=unknown)
+    return TrialOutcome(changed, factors=factors, unknown=changed & nonfinite)
 
 
 def _clip_norm(rule: ClipNorm, gradients: MatchedGradients) -> TrialOutcome:
     due = gradients.due
-    factors = np.ones(due.shape, np.float32)
-    strength = np.ones(due.shape, np.float32)
     bound = gradients.number(rule, "max_norm")
     stat = stats_of(rule)[-1]
     values = np.where(due, gradients.stats[stat], 0).astype(float)
     order = np.inf if stat == "linf" else 2
+    norms = np.zeros(due.shape, np.float32)
     compared = {}
     for group, columns in _groups(rule, gradients.names).items():
-        joined = np.linalg.norm(values[:, columns], order, axis=1, keepdims=True)
-        norms = joined.astype(np.float32)
-        with np.errstate(all="ignore"):
-            # Torch divides a number by a tensor in this way.
-            clipped = np.reciprocal(norms + np.float32(1e-6)) * bound
-            over = norms / bound
-        clips = due[:, columns] & (norms < np.inf) & (clipped < 1)
-        factors[:, columns] = np.where(clips, clipped, np.float32(1))
-        strength[:, columns] = np.where(clips, np.maximum(over, 1), np.float32(1))
-        compared[group] = np.where(due[:, columns].any(axis=1), norms[:, 0], np.nan)
-    return TrialOutcome(factors < 1, strength, factors, compared=compared)
+        joined = np.linalg.norm(values[:, columns], order, axis=1).astype(np.float32)
+        norms[:, columns] = joined[:, None]
+        compared[group] = np.where(due[:, columns].any(axis=1), joined, np.nan)
+    factors = np.where(due, _clip_factor(norms, bound), np.float32(1))
+    with np.errstate(all="ignore"):
+        strength = np.maximum(norms / bound, 1)
+    return TrialOutcome(factors < 1, strength, factors, compared=compared, acts_at=_clips)
+
+
+def _clip_factor(norms: Array, bound: Array | np.float32) -> Array:
+    """Return the factors of a clip, 1 where it changes nothing, float32 as the norms."""
+    with np.errstate(all="ignore"):
+        # Torch divides a number by a tensor in this way.
+        factors = np.reciprocal(norms + np.float32(1e-6)) * bound
+    return np.where((norms < np.inf) & (factors < 1), factors, np.float32(1))
+
+
+def _clips(norms: Array, bound: float) -> Array:
+    return _clip_factor(norms.astype(np.float32), np.float32(bound)) < 1
 
 
 def _groups(rule: ClipNorm, names: Sequence[str]) -> dict[str, list[int]]:
@@ -105,7 +116,7 @@ def _clamp(rule: Clamp, gradients: MatchedGradients) -> TrialOutcome:
     bound = np.float32(fixed(rule.max or 0.0))
     # Beside a NaN the largest element is unknown, and some element may be beyond the bound.
     acted = gradients.due & ~(largest <= bound)
-    unknown = np.any(acted & np.isnan(largest), axis=1)
+    unknown = acted & np.isnan(largest)
     known = gradients.due & ~np.isnan(largest)
     compared = zip(gradients.names, np.where(known, largest, np.nan).T, strict=True)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -135,13 +146,22 @@ def _spike_trap(rule: SpikeTrap, gradients: MatchedGradients) -> TrialOutcome:
     compared = {}
     # No single number says how often a bound that follows the norms would act.
     if rule.above.norm is not None:
-        compared = dict(zip(names, before.numpy().T, strict=True))
+        has_norm = judged.any(axis=1, keepdims=True) if rule.joins_norms else judged
+        # A NaN is as large as any.
+        is_nan = has_norm & before.isnan().numpy()
+        norms_before = np.where(is_nan, np.inf, before)
+        compared = dict(zip(names, norms_before.T, strict=True))
     if not rule.edits:
         objects = judged & (is_over | ~before.isfinite()).numpy()
         return TrialOutcome(objects, strength, compared=compared)
     acted = judged & is_over.numpy()
     factors = np.where(acted, (passed / before).numpy(), 1).astype(np.float32)
-    return TrialOutcome(acted, strength, factors, compared=compared)
+    return TrialOutcome(acted, strength, factors, compared=compared, acts_at=_cuts)
+
+
+def _cuts(norms: Array, bound: float) -> Array:
+    # A norm that is not finite is left alone.
+    return (norms > bound) & (norms < np.inf)
 
 
 OUTCOMES: dict[type[Rule], Callable[[Any, MatchedGradients], TrialOutcome]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from base64 import b64decode, b64encode
@@ -17,13 +18,15 @@ from pydantic import PlainSerializer, PlainValidator
 
 from gradsurgeon.language.planning import Manifest, manifest_file
 from gradsurgeon.records.store.layout import RUN_FILE, section
-from gradsurgeon.records.store.memory import LOSS, Part
+from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
 from gradsurgeon.records.store.tables import by_statistic, together
 
 # The statistics of a gradient that tell what a rule would have done.
 STATS = ("l2", "linf")
+# The point of a trap, which looks after backward and decides at the update.
+DECISION = "decision"
 # Far more than an export of norms holds: no file makes more memory of one array.
 _MOST_BYTES = 50_000_000
 
@@ -63,6 +66,7 @@ class RecordedTable:
         weights: the number of rows that each stands for, int64 ``[n]``.
         present: which gradients were there, ``[n, names]``.
         stats: each statistic, float32 ``[n, names]``; losses are called ``l2``, as the norms that rules judge.
+        is_from_start: whether the first update of the run was recorded.
     """
 
     rule: str
@@ -72,6 +76,7 @@ class RecordedTable:
     weights: Array
     present: Array
     stats: dict[str, Array]
+    is_from_start: bool = True
 
     def __post_init__(self) -> None:
         shapes = {array.shape for array in (self.present, *self.stats.values())}
@@ -122,12 +127,19 @@ class RunNorms:
     changed_by_script: bool | None = None
     is_rounded: bool = False
 
+    @property
+    def at_update(self) -> bool:
+        """Whether gradients were recorded right before the update."""
+        return any(table.point == "step" for table in self.tables)
+
     def at(self, point: str) -> list[RecordedTable]:
-        """Return the tables of a point. Gradients that no rule recorded right before the update are those after backward."""
-        tables = [table for table in self.tables if table.point == point]
-        if not tables and point == "step":
-            return self.at("accumulated")
-        return tables
+        """Return the tables of a point. If none are of the update, those after backward stand for it."""
+        # A trap decides at the update, and the script may have repaired a gradient before.
+        if point == DECISION and self.changed_by_script:
+            point = "step"
+        if point == DECISION or (point == "step" and not self.at_update):
+            point = "accumulated"
+        return [table for table in self.tables if table.point == point]
 
 
 def read(path: str | os.PathLike[str]) -> RunNorms:
@@ -171,10 +183,9 @@ def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedT
     parts = []
     for series, repeated in of_lowest_ranks(recorded.series):
         is_norm = series.key.stat in STATS and series.key.rule in recorders
-        part = Part(series, recorded.pending)
         # A column that a lower rank has is a replica, or a part of a whole that all of them recorded.
-        if not repeated and len(part) and (is_norm or series.key.stat == LOSS):
-            parts.append(part)
+        if not repeated and len(series) and (is_norm or series.key.stat == LOSS):
+            parts.append(series)
     skipped = [event.step for event in recorded.events if event.kind == "scaler-skip"]
     for (_, rule_id, point, names), by_stat in by_statistic(parts).items():
         steps, stats, present = together(by_stat)
@@ -182,7 +193,11 @@ def _tables(recorded: Recorded, recorders: Container[str]) -> Iterator[RecordedT
         if LOSS in stats:
             where = LOSS
             stats = {"l2": stats[LOSS]}
-        table = RecordedTable(rule_id, where, names, steps, np.ones_like(steps), present, stats)
+        is_from_start = int(steps[0]) <= (recorded.meta.get("start_step") or 0)
+        weights = np.ones_like(steps)
+        table = RecordedTable(rule_id, where, names, steps, weights, present, stats, is_from_start)
+        # The update of the last passes may never have come.
+        table = table.rows(steps < recorded.pending.get(names[0], math.inf))
         yield table if point == "backward" else table.without_overflows(skipped)
 
 

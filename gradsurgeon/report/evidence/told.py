@@ -41,6 +41,13 @@ class Strongest(NamedTuple):
     step: int
     factor: float | None
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON form, which has no infinite numbers."""
+        form = self._asdict()
+        if self.factor == math.inf:
+            form["factor"] = None
+        return form
+
 
 @dataclass
 class Told:
@@ -54,6 +61,7 @@ class Told:
         strength: how strongly there: norm over bound, or the norm.
         by_name: in how many updates it would have acted on each tensor.
         missing: why the records do not tell; empty if they do.
+        trips: whether it trips, and changes no gradient.
         is_rounded: whether the counts come from some steps that stand for others.
         is_of_one_rank: whether the records are of rank 0 alone, and other ranks had numbers of their own.
         thresholds: the quantiles of what it compares with its bound, if they were asked for.
@@ -66,6 +74,7 @@ class Told:
     strength: float = -math.inf
     by_name: Counter[str] = field(default_factory=Counter)
     missing: str = ""
+    trips: bool = False
     is_rounded: bool = False
     is_of_one_rank: bool = False
     thresholds: Sequence[Thresholds] = ()
@@ -84,7 +93,7 @@ class Told:
             "steps": self.steps,
             "acts": self.acts,
             "share": self.share,
-            "largest": self.largest and self.largest._asdict(),
+            "largest": self.largest and self.largest.to_dict(),
             "told": not self.missing,
             "missing": self.missing or None,
         }

@@ -1,7 +1,7 @@
 """Tries rules on the recorded norms of a run that did not have them: in which updates each would have acted. Needs numpy."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from gradsurgeon.errors import shorten_names
 from gradsurgeon.language.planning import MatchedRules
 from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.report.evidence import counts
-from gradsurgeon.report.evidence.gradients import View
+from gradsurgeon.report.evidence.gradients import TrialOutcome, View
 from gradsurgeon.report.evidence.outcomes import OUTCOMES, stats_of, untold
-from gradsurgeon.report.evidence.run_norms import Array, RecordedTable, RunNorms
+from gradsurgeon.report.evidence.run_norms import DECISION, RecordedTable, RunNorms
 from gradsurgeon.report.evidence.told import Told
 
 _OPEN = "its bound is `?`"
@@ -30,6 +30,7 @@ _SEVERAL = "several rules recorded these gradients: record those of one norm by 
 _LEARNS = "its bound learns from each update, and "
 _QUANTILES = f"{_LEARNS}this export has quantiles: name the run directory"
 _SAMPLED = f"{_LEARNS}the run recorded one in {{period}}: record all"
+_LATE = f"{_LEARNS}the run recorded none before {{step}}: record all"
 _BEHIND = "rule {rule} acts on these gradients before, and norms do not show what it leaves"
 
 
@@ -49,9 +50,7 @@ class Trial:
         self._run = run
         self._matches = rules.matches
         self._open = open_bounds
-        self._compared: dict[str, list[tuple[RecordedTable, Mapping[str, Array]]]] = defaultdict(
-            list
-        )
+        self._compared: dict[str, list[tuple[RecordedTable, TrialOutcome]]] = defaultdict(list)
         self._told: dict[str, Told] = {}
         self._stages: dict[str, list[Rule]] = defaultdict(list)
         for rule in in_order(rules.rules.values()):
@@ -61,7 +60,8 @@ class Trial:
             self._stages[stage].append(rule)
             self._told[rule.id] = Told(
                 run=run.name,
-                missing=untold(rule) or self._problem(rule, stage),
+                missing=self._problem(rule, stage),
+                trips=not rule.edits,
                 is_rounded=run.is_rounded,
                 is_of_one_rank=run.ranks > 1 and stage in (LOSS, "backward"),
             )
@@ -69,8 +69,8 @@ class Trial:
     def told(self) -> dict[str, Told]:
         """Return what each rule that acts would have done, by rule."""
         backward = self._stages["backward"]
-        for stage in (LOSS, "backward", "accumulated", "step"):
-            before = backward if stage in ("accumulated", "step") else ()
+        for stage in (LOSS, "backward", DECISION, "step"):
+            before = backward if stage in (DECISION, "step") else ()
             for table in self._run.at(stage):
                 self._try(table, self._stages[stage], before)
         for rule, told in self._told.items():
@@ -86,19 +86,33 @@ class Trial:
         if stage == "other":
             return _OTHERS
         tables = [table for table in self._run.at(stage) if self._columns(rule, table)]
-        if stage == LOSS:
-            return self._unlearnt(rule, tables) if tables else _NO_LOSS
-        if self._run.edited_at_backward:
-            return _EDITED.format(rule=self._run.edited_at_backward)
-        # A `freeze` asks for no number.
-        needs_numbers = not isinstance(rule, FreezeRule)
-        if stage == "step" and needs_numbers and self._run.at(stage) == self._run.at("accumulated"):
-            changed = self._run.changed_by_script
-            if changed is not False:
-                return _SCRIPT if changed else _UNSEEN
-        return self._unrecorded(rule, stage, tables) or self._unlearnt(rule, tables)
+        problem = untold(rule, is_open=rule.id in (self._open or ()))
+        if stage != LOSS:
+            problem = problem or self._doubt(rule, stage, tables)
+            problem = problem or self._unrecorded(rule, stage, tables)
+        elif not tables:
+            problem = problem or _NO_LOSS
+        return problem or self._unlearnt(rule, tables)
 
-    def _unrecorded(self, rule: Rule, point: str, tables: Sequence[RecordedTable]) -> str:
+    def _doubt(self, rule: Rule, stage: str, tables: Sequence[RecordedTable]) -> str:
+        """Return what a rule of the run, or its script, may have done to gradients; empty if nothing."""
+        run = self._run
+        changed = run.changed_by_script
+        if run.edited_at_backward:
+            return _EDITED.format(rule=run.edited_at_backward)
+        # A `freeze` asks for no number.
+        if run.at_update or changed is False or isinstance(rule, FreezeRule):
+            return ""
+        if stage == "step":
+            return _SCRIPT if changed else _UNSEEN
+        for table in tables:
+            nonfinite = table.present & ~np.isfinite(table.stats["l2"])
+            if changed and stage == DECISION and nonfinite[:, self._columns(rule, table)].any():
+                return _SCRIPT
+        return ""
+
+    def _unrecorded(self, rule: Rule, stage: str, tables: Sequence[RecordedTable]) -> str:
+        point = "accumulated" if stage == DECISION else stage
         # Others have no gradient.
         trained = {param.name for param in self._run.manifest.params if param.requires_grad}
         wanted = self._matches[rule.id].members & trained
@@ -127,6 +141,8 @@ class Trial:
             period = int(np.gcd.reduce(np.diff(table.steps)))
             if period > 1:
                 return _SAMPLED.format(period=period)
+            if not table.is_from_start and rule.steps.from_ < table.steps[0]:
+                return _LATE.format(step=table.steps[0])
         return ""
 
     def _columns(self, rule: Rule, table: RecordedTable) -> list[int]:
@@ -169,7 +185,7 @@ class Trial:
         outcome = OUTCOMES[type(rule)](rule, gradients)
         counts.add(told, view.table, gradients, outcome)
         if self._open is not None:
-            self._compared[rule.id].append((view.table, outcome.compared))
+            self._compared[rule.id].append((view.table, outcome))
         if rule.id not in (self._open or ()):
             view.leave(rule, columns, outcome)
 
@@ -181,8 +197,7 @@ def _stage_of(rule: Rule) -> str:
     if rule.target != "params" or rule.point == "updated":
         return "other"
     if isinstance(rule, NanTrap):
-        # It looks before the script and other rules can change anything.
-        return "accumulated"
+        return DECISION
     if rule.point == "backward":
         return "backward"
     return "step"

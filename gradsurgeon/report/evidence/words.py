@@ -75,7 +75,8 @@ def change(before: Told | None, after: Told | None) -> str:
     if any(map(attrgetter("is_of_one_rank"), sides)):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
-    if any(factors) and not any(map(attrgetter("missing"), sides)):
+    # A trap divides nothing.
+    if any(factors) and not any(side.trips or side.missing for side in sides):
         text += f"; the largest gradient is {_divided(factors)}"
     return text
 
