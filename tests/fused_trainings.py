@@ -230,11 +230,8 @@ def told(session: gradsurgeon.Session, case: Case, *, stopped: bool) -> Json:
     if stopped:
         trips = [event for event in events if event[1] in ("trap", "spike", "skipped-step")]
         return {"events": sorted(trips)}
-    records = {}
-    for rule in case.rules:
-        if rule["action"] == "norm-log":
-            for stat in rule.get("stats", ["l2"]):
-                records[rule["id"], stat] = repr(session.history("2.weight", stat, rule=rule["id"]))
+    recorded = session.recorded().series
+    records = {series.key: [*series.stored()] for series in recorded}
     counts = {name: (one.fired, one.altered, one.last_step) for name, one in status.items()}
     return {"events": sorted(events), "records": records, "counts": counts}
 

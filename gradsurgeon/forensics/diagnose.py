@@ -81,10 +81,7 @@ def diagnose(
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
     if failed.divided:
-        of_input = diagnose_inputs(failed)
-        if of_input is not None:
-            return of_input
-        return replace(blank, reasons=(_DIVIDED,))
+        return replace(diagnose_inputs(failed) or blank, reasons=(_DIVIDED,))
     reasons = [*doubts, *_doubts_of_step(failed)]
     began = time.monotonic()
     tried: list[Tried] = []

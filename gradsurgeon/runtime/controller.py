@@ -181,11 +181,16 @@ class Controller:
 
     def step_finished(self, step: WeightUpdate) -> None:
         """Count an attempted update."""
-        if step.overflowed is not None:
-            self.step_skipped_by_scaler(step.counter, step.overflowed)
-            return
         context = self.context
         counter = step.counter
+        if step.overflowed is not None:
+            # The step does not take place, so no rule at `step` can fire.
+            update = WeightUpdate(counter, self.effects.due(counter), optimizer=step.optimizer)
+            try:
+                self.training.traps.skipped_by_scaler(update, step.overflowed)
+            finally:
+                self.step_finished(update)
+            return
         step.took_place = step.returned and not step.stopped
         if step.returned and (step.outcome is None or step.outcome.overflow is None):
             counter.scaler_skips = 0
@@ -231,14 +236,6 @@ class Controller:
                 self.training.traps.passes.forget(common)
             common.step = counter.step
 
-    def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        # The step does not take place, so no rule at `step` can fire.
-        update = WeightUpdate(counter, self.effects.due(counter))
-        try:
-            self.training.traps.skipped_by_scaler(update, scale)
-        finally:
-            self.step_finished(update)
-
     def indices_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the tensors whose held gradients distinguish a micro-batch from a step, and a sum from its addends."""
         matter = self._notices.awaits_sum(held)
@@ -270,7 +267,9 @@ class Controller:
                 if owner is not None and owner.counter.step == before and self.attached:
                     scale = self.context.scaling.scale_of_step(optimizer)
                     if scale is not None:
-                        self.step_skipped_by_scaler(owner.counter, scale)
+                        stepping = weakref.ref(optimizer)
+                        skipped = WeightUpdate(owner.counter, optimizer=stepping, overflowed=scale)
+                        self.step_finished(skipped)
         if self.context.event_log.raised:
             self.context.event_log.raise_raised()
 

@@ -65,16 +65,13 @@ class DeviceDecisions:
         flag = getattr(optimizer, "found_inf", None)
         lent = lent_flags(optimizer)
         overflow = lent[0].of_scaler if lent else flag
-        loss_scale = None
-        if overflow is not None:
-            loss_scale = self.context.scaling.scale_of_step(optimizer)
+        loss_scale = self.context.scaling.scale_of_step(optimizer)
         if loss_scale is None:
             overflow = None
         judges = update.due.may_object
         decides = judges and self._decides(optimizer, update)
-        if judges:
-            update.is_voted_on = not (decides or update.due.is_left_to_device)
-            update.due.is_left_to_device = decides
+        update.is_voted_on = not (decides or update.due.is_left_to_device)
+        update.due.is_left_to_device = decides
         if decides:
             # The flag of another session, or one that the script has set without a `GradScaler`.
             others = flag if lent or loss_scale is None else None
@@ -103,13 +100,11 @@ class DeviceDecisions:
             # Nearly always nothing else is to be asked.
             return False
         reason = reason_to_wait(optimizer, update, self._effects, self._traps.passes)
-        if reason and self._looks_for_waits:
-            waits = is_on_device(optimizer)
-            lasts = reason != MAKES_STATE
-            self._looks_for_waits = waits and not lasts
-            if waits and lasts:
-                log = self.context.event_log
-                log.notice_once("waits", WAITS + reason, step=update.counter.step)
+        if self._looks_for_waits and reason not in ("", MAKES_STATE):
+            self._looks_for_waits = False
+            if is_on_device(optimizer):
+                step = update.counter.step
+                self.context.event_log.notice_once("waits", WAITS + reason, step=step)
         return not reason
 
     def decide(self, update: JudgedUpdate, due: Due, outcome: DeviceOutcome, looks: Looks) -> None:
@@ -147,8 +142,7 @@ class DeviceDecisions:
     def _read_by(self, pending: _Pending) -> dict[str, Tensor]:
         """Return what a replay reads, by name: weights and inputs."""
         context = self.context
-        everything = range(len(context.names))
-        weights = context.parameters.present_by_index(everything)
+        weights = context.parameters.present_by_index(range(len(context.names)))
         by_name = {context.names[index]: param for index, param in weights}
         return by_name | pending.tripped.kept.inputs
 

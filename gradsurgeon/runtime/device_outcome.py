@@ -70,10 +70,7 @@ def _joined(flags: Sequence[Tensor]) -> Tensor:
 
 def when_made(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     """Do what belongs to an update that takes place: now, or once the host knows."""
-    if outcome is None:
-        act(*args)
-    else:
-        outcome.hold(lambda _, left_out: None if left_out else act(*args))
+    when_known(outcome, True, lambda made: made and act(*args))
 
 
 def when_judged(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
@@ -81,7 +78,7 @@ def when_judged(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     if outcome is None or outcome.overflow is None:
         act(*args)
     else:
-        outcome.hold(lambda overflowed, _: None if overflowed else act(*args))
+        outcome.hold(lambda overflowed, _: overflowed or act(*args))
 
 
 def when_known(

@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, filterfalse
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ def reason_to_wait(
         _reasons_of_optimizer(optimizer),
         _reasons_of_step(update),
         _reasons_of_owner(update.due, effects),
-        _reasons_of_params(optimizer),
+        _reasons_of_params(optimizer, effects.context.parameters.params(update.due.hidden_by)),
     )
     return next(reasons, "")
 
@@ -172,12 +172,14 @@ def _reasons_of_step(update: RunningStep) -> Iterator[str]:
         yield "the step is compiled"
 
 
-def _reasons_of_params(optimizer: Optimizer) -> Iterator[str]:
+def _reasons_of_params(optimizer: Optimizer, hidden: Sequence[Tensor | None]) -> Iterator[str]:
+    # The optimizer makes no state for what a rule hides from it.
+    out = set(map(id, hidden))
     device = None
     lacks_state = False
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param.grad is None:
+            if param.grad is None or id(param) in out:
                 continue
             device = device or param.device
             if param.device.type not in DEVICES or param.device != device:
@@ -210,16 +212,13 @@ def _may_be_compiled(frame: FrameType | None) -> bool:
 
 def _undecorated(step: Any) -> Any:
     """Return a method without the decorators of torch; those of others may do anything."""
-
-    def is_foreign(function: Any) -> bool:
-        return not _is_own(function)
-
-    return inspect.unwrap(step, stop=is_foreign)
+    return inspect.unwrap(step, stop=_is_foreign)
 
 
-def _is_own(function: Any) -> bool:
-    return isinstance(function, FunctionType) and function.__code__.co_filename.startswith(_TORCH)
+def _is_foreign(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return not getattr(code, "co_filename", "").startswith(_TORCH)
 
 
 # Some of these classes share one method.
-_STEPS = frozenset(filter(_is_own, [_undecorated(kind.step) for kind in _OPTIMIZERS]))
+_STEPS = frozenset(filterfalse(_is_foreign, [_undecorated(kind.step) for kind in _OPTIMIZERS]))

@@ -45,7 +45,8 @@ class Engines:
     def meet(self) -> None:
         for engine in self._watch.engines():
             for controller in self._controllers():
-                _meet(controller, engine)
+                with controller.context.refusals:
+                    _meet(controller, engine)
         if self._watch.is_blind:
             for controller in self._controllers():
                 context = controller.context
@@ -63,18 +64,16 @@ class Engines:
 def _meet(controller: Controller, engine: Engine) -> StepCounter | None:
     """Take gradients and weights from an engine from now on, if it updates the model; return the counter of its updates."""
     context = controller.context
-    with context.refusals:
-        owner = controller.steps.meet(engine.optimizer)
-        if owner is None:
-            return None
-        if context.parameters.elsewhere is not engine:
-            if engine.may_leave_out:
-                _refuse(context, controller.effects, engine)
-            context.parameters.elsewhere = engine
-            context.event_log.notice_once("engine", ENGINE_NOTE)
-            context.ranks.look_again()
-        return owner.counter
-    return None
+    owner = controller.steps.meet(engine.optimizer)
+    if owner is None:
+        return None
+    if context.parameters.elsewhere is not engine:
+        if engine.may_leave_out:
+            _refuse(context, controller.effects, engine)
+        context.parameters.elsewhere = engine
+        context.event_log.notice_once("engine", ENGINE_NOTE)
+        context.ranks.look_again()
+    return owner.counter
 
 
 def _refuse(context: Context, effects: Effects, engine: Engine) -> None:

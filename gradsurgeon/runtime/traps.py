@@ -226,7 +226,7 @@ class Traps:
         counter = update.counter
         due = update.due
         if due.records:
-            self._context.curves.updating(counter, None)
+            self._context.curves.updating(counter, update.optimizer())
         passes = self.passes.feeding(counter)
         judged = Judged(counter, passes)
         if not (passes and passes[-1].norms):

@@ -87,11 +87,10 @@ def projections_of(tensors: Sequence[Tensor]) -> Tensor:
         if len(flat) > _FEW:
             by_position[position] = _of_flat(flat)
         else:
-            bits = (len(flat) - 1).bit_length()
-            joined.setdefault((bits, flat.dtype), {})[position] = flat
-    for (bits, _), flats in joined.items():
+            width = 1 << (len(flat) - 1).bit_length()
+            joined.setdefault((width, flat.dtype), {})[position] = flat
+    for (width, _), flats in joined.items():
         # Rows, filled up with zeros.
-        width = 1 << bits
         zeros = next(iter(flats.values())).new_zeros(width)
         parts = []
         for flat in flats.values():
@@ -148,7 +147,7 @@ def _of_long(flat: Tensor) -> Tensor:
     full = flat.narrow(0, 0, even).view(-1, PERIOD)
     _sum_rows(full, _column_signs, sums.narrow(1, 0, full_rows))
     if rest:
-        last = flat.narrow(0, even, rest).view(1, rest)
+        last = flat.narrow(0, even, rest)[None]
         _sum_rows(last, _column_signs, sums.narrow(1, full_rows, 1))
     wide = sums[0].to(_summed_in(flat))
     signs = _row_signs(row_count, wide.device, wide.dtype)

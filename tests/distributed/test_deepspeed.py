@@ -112,6 +112,7 @@ def test_a_nan_of_one_rank_is_told_with_its_step_and_source(ranks: Ranks, stage:
     assert "the input of the root (Sequential) was not finite" in guilty["events"][0][2]
     if stage == 3:
         assert "divided over ranks" in innocent["events"][0][2]
+        assert "partial because the parameters are divided over ranks" in guilty["events"][0][2]
     else:
         assert "came from another rank" in innocent["events"][0][2]
     if stage in (1, 2):

@@ -81,6 +81,7 @@ def test_a_rank_of_a_divided_model_names_an_input_that_was_nan(
     other, guilty = (rank["FSDP2 given NaN"] for rank in ranks)
     born = "the input x of the root (FSDPNet) was not finite when the model was called (NaN)"
     assert born in guilty["told"][0]
+    assert "partial because the parameters are divided over ranks" in guilty["told"][0]
     assert BY_OTHER in other["told"][0]
     assert born in other["told"][0]
 

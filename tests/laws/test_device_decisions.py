@@ -334,6 +334,15 @@ def test_beside_a_rule_that_needs_the_answer_the_host_waits(other: Json) -> None
     assert {when for _, when in told_at(session)} == {None}
 
 
+def test_a_parameter_that_a_rule_hides_from_the_optimizer_needs_no_state() -> None:
+    model = net()
+    optimizer = fused(model)
+    hides = {"id": "hidden", "action": "freeze", "params": "0.bias"}
+    session = attach(model, SKIPS, hides, optimizer=optimizer)
+    steps(model, optimizer, 3)
+    assert told_at(session) == [(3, 4)]
+
+
 def test_an_observing_session_sets_no_flag() -> None:
     model = net()
     optimizer = fused(model)
@@ -755,6 +764,15 @@ def test_at_the_end_of_a_launch_the_message_goes_to_stderr_and_the_status_is_1(
     assert SINCE in done.err
     assert "  broken: stopped at step 3 by rule trap (NonFiniteGradientError)" in done.lines
     assert done.code == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_exits_with_0_ends_with_1(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.write(LAST + "sys.exit(0)", RULES)
+    done = folder.start("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "train.py")
+    assert done.returncode == 1
+    assert "  broken: stopped at step 3 by rule trap (NonFiniteGradientError)" in done.stderr
 
 
 @pytest.mark.slow

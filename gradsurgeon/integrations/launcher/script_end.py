@@ -30,7 +30,7 @@ class ScriptEnd:
         self._pid = 0
         self._prepared = False
         # The last exit of the script by the number of steps before it.
-        self._exits: dict[int, SystemExit] = {}
+        self._exits: dict[int, SystemExit | None] = {}
         # Whether no model is the one that was reviewed.
         self._refused = False
         # Whether a trap has stopped the last update, which only the end of the process can tell.
@@ -57,7 +57,8 @@ class ScriptEnd:
         """Remember the exit status, which Python forgets before the functions at exit run."""
         with self._models.guard:
             if threading.current_thread() is threading.main_thread():
-                self._exits[self._steps()] = SystemExit(*status)
+                # A status of 0 is no failure, and hides no trap.
+                self._exits[self._steps()] = SystemExit(*status) if any(status) else None
         original(*status)
 
     def _steps(self) -> int:
