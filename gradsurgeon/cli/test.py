@@ -79,7 +79,7 @@ def _files(paths: Sequence[str]) -> Iterator[str]:
 def _write_junit(path: Path, results: dict[str, list[Result]]) -> None:
     suites = ET.Element("testsuites")
     for file, several in results.items():
-        outcomes = list(map(attrgetter("outcome"), several))
+        outcomes = [result.outcome for result in several]
         failures = str(outcomes.count("failed"))
         suite = ET.SubElement(
             suites, "testsuite", name=file, tests=str(len(outcomes)), failures=failures

@@ -132,8 +132,8 @@ def _joined(recorded: Iterable[LossSeries]) -> list[LossSeries]:
     """Return series with the parts of each name in one: other parameters beside it make another part."""
     series = []
     for parts in grouped(recorded, attrgetter("rule", "stat", "name")).values():
-        steps = np.concatenate(list(map(attrgetter("steps"), parts)))
-        values = np.concatenate(list(map(attrgetter("values"), parts)))
+        steps = np.concatenate([part.steps for part in parts])
+        values = np.concatenate([part.values for part in parts])
         order = np.argsort(steps, kind="stable")
         series.append(parts[0]._replace(steps=steps[order], values=values[order]))
     return series
@@ -202,7 +202,7 @@ def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     if stat == COSINE:
         conflicts = [pair for pair in series if pair.numbers["mean"] < 0]
         notes.append(f"{count(len(conflicts), 'pair')} of {len(series):,} conflict on average")
-    steps = np.concatenate(list(map(attrgetter("steps"), series)))
+    steps = np.concatenate([each.steps for each in series])
     title = TITLES.get(stat, "losses")
     return Table(
         f"{title}, recorded by {printable(series[0].rule)} in steps {steps.min()}..{steps.max()}",

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from gradsurgeon.common import _html
@@ -158,12 +157,12 @@ class Report:
         if self.norms:
             return ""
         stats = {statistic_of(part.key.stat) for part in self.series} - {LOSS, RATE}
-        stats_of_losses = set(map(attrgetter("stat"), self.losses))
+        stats_of_losses = {series.stat for series in self.losses}
         if stats_of_losses and stats <= stats_of_losses:
             return ""
         recorded = printable(", ".join(sorted(stats)))
         if not recorded:
-            logs_norms = any(map(attrgetter("logged"), self.rules.values()))
+            logs_norms = any(rule.logged for rule in self.rules.values())
             recorded = "nothing yet" if logs_norms else NOTHING_RECORDED
         return f"norms: no l2 recorded; recorded: {recorded}"
 
@@ -191,7 +190,7 @@ class Report:
     @property
     def remarks(self) -> tuple[str, ...]:
         """What stands out, a sentence each."""
-        return tuple(map(attrgetter("text"), self.callouts))
+        return tuple(callout.text for callout in self.callouts)
 
     @cached_property
     def callouts(self) -> tuple[Callout, ...]:
@@ -234,7 +233,7 @@ class Report:
     @property
     def is_partial(self) -> bool:
         """Whether older rows are left out."""
-        return bool(self.dropped) or any(map(attrgetter("skipped"), self.series))
+        return bool(self.dropped) or any(series.skipped for series in self.series)
 
     def _silent(self) -> list[str]:
         """Return the parameters that should learn and had no gradient in any update."""

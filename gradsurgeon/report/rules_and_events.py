@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
 from typing import NamedTuple
 
 from gradsurgeon.common._grouping import grouped
@@ -113,10 +112,10 @@ def trap_words(status: RuleStatus, trips: Sequence[Event], updates: int) -> str:
     text = f"{checked}, tripped {count(status.altered, 'time')}"
     if not trips:
         return text
-    ranks = set(map(attrgetter("rank"), trips))
+    ranks = {trip.rank for trip in trips}
     if len(ranks) > 1:
         text += f" on {len(ranks)} ranks"
-    return f"{text}, last at {max(map(attrgetter('step'), trips))}"
+    return f"{text}, last at {max(trip.step for trip in trips)}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -185,8 +184,8 @@ def _alike(event: Event) -> tuple[str, ...]:
 def event_groups(events: Sequence[Event]) -> Iterator[EventGroup]:
     """Yield groups in the order of their first events."""
     for group in grouped(events, _alike).values():
-        steps = list(map(attrgetter("step"), group))
-        ranks = set(map(attrgetter("rank"), group))
+        steps = [event.step for event in group]
+        ranks = {event.rank for event in group}
         times = by_kind(group).total()
         yield EventGroup(group[0], times, (min(steps), max(steps)), sorted(ranks))
 
@@ -196,7 +195,7 @@ def shown_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[E
     # The beginning shows what went wrong first, the end what stopped the run.
     groups = list(event_groups(events))
     half = _EVENTS // 2
-    left_out = sum(map(attrgetter("times"), groups[half:-half]))
+    left_out = sum(group.times for group in groups[half:-half])
     later = groups[half:]
     return groups[:half], left_out, later[-half:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from gradsurgeon.actions import FreezeRule, Rule, TrapRule
@@ -168,8 +168,8 @@ def compare(
 
 def _renamed(old: Sequence[Rule], new: Sequence[Rule]) -> dict[str, str]:
     """Return the new id of each rule that has another one: the same action on the same tensors."""
-    known = set(map(attrgetter("id"), old))
-    kept = set(map(attrgetter("id"), new))
+    known = {rule.id for rule in old}
+    kept = {rule.id for rule in new}
     come = grouped([rule for rule in new if rule.id not in known], _selection)
     gone = grouped([rule for rule in old if rule.id not in kept], _selection)
     new_ids = {}
@@ -258,7 +258,7 @@ def _new_obstacles(before: MatchedRules, after: MatchedRules) -> Iterator[tuple[
     for rule_id in after.rules:
         known = []
         if rule_id in before.rules:
-            known = list(map(attrgetter("kind"), before.obstacles(rule_id)))
+            known = [obstacle.kind for obstacle in before.obstacles(rule_id)]
         for obstacle in after.obstacles(rule_id):
             if obstacle.kind not in known:
                 yield rule_id, obstacle

@@ -96,7 +96,7 @@ def _warnings(difference: Difference) -> Iterator[str]:
 def _summary(difference: Difference) -> str:
     if not difference.in_effect:
         return "no difference in effect"
-    numbers = Counter(map(attrgetter("sign"), difference.rules))
+    numbers = Counter(rule.sign for rule in difference.rules)
     rules = ", ".join(f"{numbers[sign]} {word}" for sign, word in SIGNS.items())
     total = count(len(difference.manifest.params), "parameter")
     before, after = difference.covered

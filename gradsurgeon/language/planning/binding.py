@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import attrgetter
 
 from gradsurgeon.actions import EditRule, LossRule, ObserverRule, Rule
 from gradsurgeon.actions.clip_norm import BOTH_FORMS, BY_ITSELF, clips_by_themselves
@@ -92,9 +91,9 @@ def _warnings_on(rule: Rule, match: Match, matcher: Matcher) -> Iterator[str]:
 def _remarks(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not isinstance(rule, ObserverRule) and rule.tensor == "update":
-        size = sum(map(attrgetter("numel"), params))
+        size = sum(param.numel for param in params)
         yield f"keeps a copy of the matched weights during each update, {count(size, 'element')} in all"
-    if params and not any(map(attrgetter("requires_grad"), params)):
+    if params and not any(param.requires_grad for param in params):
         yield "all matched parameters have `requires_grad` off: the rule acts once it is on"
     if rule.target != "modules":
         return

@@ -114,7 +114,7 @@ class Manifest:
     @property
     def elements(self) -> int:
         """Number of elements over all parameters."""
-        return sum(map(attrgetter("numel"), self.params))
+        return sum(param.numel for param in self.params)
 
     # Each rule asks for these facts about all names, and there may be thousands of both.
 
@@ -127,7 +127,7 @@ class Manifest:
     def lacks_classes(self) -> bool:
         """Whether the source of the names lacks classes, as a file of weights does."""
         things: tuple[Param | ModuleEntry, ...] = (*self.params, *self.modules)
-        return not all(map(attrgetter("module_type"), things))
+        return not all(thing.module_type for thing in things)
 
 
 def is_scripted(kind: Collection[str]) -> bool:

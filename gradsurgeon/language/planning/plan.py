@@ -152,7 +152,7 @@ class Plan:
         }
         if rule.target != "tensors":
             entry[rule.target] = names_of(bound)
-        entry["elements"] = sum(map(attrgetter("numel"), bound))
+        entry["elements"] = sum(param.numel for param in bound)
         entry["warnings"] = list(self.rule_warnings.get(rule.id, ()))
         return entry
 
@@ -199,13 +199,13 @@ def rule_rows(plan: Plan) -> Iterator[RuleRow]:
         hook = bound[0].hook if bound else "-"
         noun = "loss name" if rule.judges_losses else NOUNS[rule.target]
         binds = count(len(bound), noun)
-        dormant = sum(map(attrgetter("dormant"), bound))
+        dormant = sum(param.dormant for param in bound)
         if dormant:
             # Not `frozen`, which readers would take for the work of a rule with the action `freeze`.
             binds += f" ({dormant} without requires_grad)"
         size = "-"
         if rule.target == "params":
-            size = f"{sum(map(attrgetter('numel'), bound)):,}"
+            size = f"{sum(param.numel for param in bound):,}"
         yield RuleRow(rule.id, rule.action, rule.point, hook, binds, size, rule.steps.text)
 
 

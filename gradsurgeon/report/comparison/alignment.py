@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice, zip_longest
-from operator import attrgetter
 
 import numpy as np
 
@@ -128,7 +127,7 @@ def _comparable(rows: Rows, *, is_same_world: bool) -> tuple[list[Pair], list[st
             notes.append(f"only in the {where}, so not compared: {tensors}")
     if unlike:
         names = dict.fromkeys(names_of(unlike))
-        steps = sorted(set(map(attrgetter("step"), unlike)))
+        steps = sorted({pair.step for pair in unlike})
         where = ", ".join(map(str, steps))
         notes.append(f"not compared in step {where}: {shorten_names(list(names))}, {_CALLED}")
     return alike + others, notes
@@ -164,7 +163,7 @@ def _unlike_calls(rows: Rows) -> tuple[set[TensorOfStep], dict[TensorOfStep, Non
 
 
 def _kinds_of_some_runs(readings: Sequence[Reading]) -> list[str]:
-    runs = Counter(chain.from_iterable(map(attrgetter("bound"), readings)))
+    runs = Counter(chain.from_iterable(reading.bound for reading in readings))
     texts = [" at ".join(kind) for kind in runs if runs[kind] < len(readings)]
     if not texts:
         return []
@@ -197,7 +196,7 @@ def _place(pairs: Sequence[Pair], reference: Reading) -> None:
 
 def _set_calls(pairs: Sequence[Pair]) -> dict[str, int]:
     """Set micro-batch and call of each tensor, and return the largest number of calls of each module."""
-    rows = Counter(map(attrgetter("key"), pairs))
+    rows = Counter(pair.key for pair in pairs)
     # The number of micro-batches divides how often each module runs in a step.
     forward = [number for tensor, number in rows.items() if tensor.kind.phase == "forward"]
     parts = max(1, math.gcd(*forward))
@@ -217,7 +216,7 @@ def _set_calls(pairs: Sequence[Pair]) -> dict[str, int]:
 
 def _numbers_of_events(pairs: Sequence[Pair]) -> dict[order.Event, order.Numbers]:
     """Return norm and projections of inputs and outputs in the first forward pass of the reference."""
-    first = min(map(attrgetter("step"), pairs))
+    first = min(pair.step for pair in pairs)
     numbers: dict[order.Event, order.Numbers] = {}
     for pair in pairs:
         of_reference = pair.numbers[1]

@@ -131,7 +131,7 @@ def compared(run: Reading, reference: Reading, noise: Sequence[Reading]) -> Comp
     if first and first[0].phase == "forward":
         inside = findings.inside_of(pairs, first[0])
         modules = findings.modules_of(pairs, first[0])
-    all_steps = run.steps.union(reference.steps, *map(attrgetter("steps"), noise))
+    all_steps = run.steps.union(reference.steps, *(run.steps for run in noise))
     steps = tuple(findings.steps_of(pairs))
     lost = len(all_steps) - len(steps)
     if lost:
@@ -172,7 +172,7 @@ def of_models(
     others = [comparison for comparison in comparisons if comparison is not first]
     return replace(
         first,
-        alike=are_all_in_both and all(map(attrgetter("alike"), comparisons)),
+        alike=are_all_in_both and all(comparison.alike for comparison in comparisons),
         only_run=(*first.only_run, *map("model {}".format, only_run)),
         only_reference=(*first.only_reference, *map("model {}".format, only_reference)),
         others=tuple(others),
@@ -228,7 +228,7 @@ def _sentence(comparison: Comparison) -> str:
     where = f"in {count(tensors, 'tensor')} of {count(len(comparison.steps), 'step')}"
     end = "." if comparison.alike else ", but have other parameters."
     is_measured = comparison.tolerance.kind != "rounding"
-    if not is_measured and not any(map(attrgetter("distance"), comparison.pairs)):
+    if not is_measured and not any(pair.distance for pair in comparison.pairs):
         return f"They are equal bit for bit {where}{end}"
     share = f"{largest.distance / largest.tolerance:.2g} of its tolerance"
     place = f"{printable(largest.text)}, step {largest.step}"
@@ -242,7 +242,7 @@ def _doubt(comparison: Comparison, distance: float) -> str:
         return _MAY_BE_ROUNDING
     if kind != "rounding":
         return ""
-    bound = max(BOUND, *map(attrgetter("floor"), comparison.pairs))
+    bound = max(BOUND, *(pair.floor for pair in comparison.pairs))
     if distance <= bound:
         return _MAY_BE_ROUNDING
     if distance <= AUTOCAST:

@@ -48,7 +48,7 @@ def text_of(pairs: Sequence[Pair], pair: Pair) -> str:
         if last:
             word = number.replace("_", "-")
             details.append(f"{word} {getattr(pair, number) + 1} of {last + 1}")
-    if any(map(attrgetter("rank"), alike)):
+    if any(finding.rank for finding in alike):
         details.append(f"rank {pair.rank}")
     text = pair.kind.text(pair.name)
     if not details:

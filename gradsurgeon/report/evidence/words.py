@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 
 from gradsurgeon.errors import printable
 from gradsurgeon.language.planning.table import count, grid
@@ -37,7 +36,7 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         yield from grid(rows)
     for remark, names in remarks.items():
         yield f"  {', '.join(names)}: {printable(remark)}"
-    if any(map(attrgetter("is_rounded"), told.values())):
+    if any(each.is_rounded for each in told.values()):
         yield f"  {ROUNDED}"
     yield f"  {LATER}"
 
@@ -47,7 +46,7 @@ def thresholds(told: Mapping[str, Told]) -> Iterator[str]:
     for rule, result in told.items():
         if not result.thresholds:
             continue
-        steps = max(map(attrgetter("steps"), result.thresholds))
+        steps = max(threshold.steps for threshold in result.thresholds)
         yield ""
         yield f"{printable(rule)}: what it compares with its bound in {_updates(steps)}; in brackets the updates in which that bound would have acted"
         rows = [("", *(f"{100 * share:g} %" for share in SHARES[:-1]), "largest")]
@@ -72,7 +71,7 @@ def change(before: Told | None, after: Told | None) -> str:
     text = f"on {first.run}: {text}"
     if first.is_rounded:
         text += " (rounded)"
-    if any(map(attrgetter("is_of_one_rank"), sides)):
+    if any(side.is_of_one_rank for side in sides):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
     # A trap divides nothing.
