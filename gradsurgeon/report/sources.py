@@ -57,7 +57,8 @@ def unread(recorded: Recorded, newest: int | None = None) -> Report:
     for param in section(meta, "model").get("params", ()):
         names.append(param["name"])
         if param.get("requires_grad") is False:
-            shape = param["shape"]
+            # A run of an earlier version has the number of elements in the place of the shape.
+            shape = param.get("shape", (param.get("numel", 0),))
             frozen[param["name"]] = 0 if shape is None else prod(shape)
     return Report(
         title=f"{section(meta, 'rules').get('file', '?')} on {model_title(meta) or '?'}",

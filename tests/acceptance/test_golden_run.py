@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import golden
@@ -40,6 +42,16 @@ def test_a_slip_parts_from_the_golden_run_at_its_place(tmp_path: Path, noise: li
     assert not found.alike
     assert (found.step, found.phase) == (0, "forward")
     assert found.first[0].text == "input of head"
+
+
+def test_a_run_of_an_earlier_version_has_sizes_of_frozen_parameters(tmp_path: Path) -> None:
+    run = shutil.copytree(golden.GOLDEN, tmp_path / "run")
+    about = json.loads((run / "run.json").read_text())
+    about["model"]["params"][0] |= {"requires_grad": False, "numel": 48}
+    (run / "run.json").write_text(json.dumps(about))
+    name = about["model"]["params"][0]["name"]
+    with gradsurgeon.open_run(run) as opened:
+        assert gradsurgeon.report.summary(opened).frozen == {name: 48}
 
 
 def test_it_is_small() -> None:
