@@ -58,9 +58,6 @@ class Noise(EditRule):
 
         generators: dict[torch.device, torch.Generator] = {}
 
-        def empty(shape: tuple[int, ...], device: torch.device) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
-
         def draw(name: str, step: int, drawn: Tensor) -> Tensor:
             """Fill a tensor of the shape of a whole parameter."""
             device = drawn.device
@@ -72,7 +69,8 @@ class Noise(EditRule):
 
         def apply(grad: Tensor, at: At) -> Tensor:
             shape = grad.shape if at.shard is None else at.shard.shape
-            drawn = draw(at.name, at.step, empty(shape, grad.device))
+            drawn = torch.empty(shape, dtype=torch.float32, device=grad.device)
+            draw(at.name, at.step, drawn)
             if at.shard is not None:
                 drawn = at.shard.part_of(drawn)
             return (grad + drawn).to(grad.dtype)
@@ -82,7 +80,7 @@ class Noise(EditRule):
             for grad, name in zip(grads, names, strict=True):
                 # To allocate memory takes longer than to draw a few numbers.
                 if drawn is None or (drawn.shape, drawn.device) != (grad.shape, grad.device):
-                    drawn = empty(grad.shape, grad.device)
+                    drawn = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
                 # In the wider dtype, then rounded.
                 grad.add_(draw(name, step, drawn))
 

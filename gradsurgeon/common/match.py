@@ -82,9 +82,10 @@ def compile_pattern(text: str) -> Pattern:
     rows = _ROWS.fullmatch(text)
     if rows is not None:
         message = f"a pattern names whole tensors, and `[{rows[2]}]` is a part of one"
-        mask = f'`action: mask, rows: "{rows[2]}"`'
         raise PatternError(
-            message, f'write "{rows[1]}" with {mask} if these are the rows that train'
+            message,
+            f'write "{rows[1]}" with `action: mask, rows: "{rows[2]}"` '
+            "if these are the rows that train",
         )
     for char in text:
         if char in "^$()|+\\":

@@ -38,9 +38,13 @@ class LossSpikes(SpikeEffect):
             return None
         return loss_report(self.names, judged)
 
-    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:  # noqa: ARG002 # of gradients
+    def look(self, update: JudgedUpdate, bound: Bound) -> Norms:
         # The first loss is that of the update if the optimizer evaluates its closure several times.
-        judged = self._compare_losses(self.context.curves.feeding)
+        losses = self.context.curves.feeding
+        if update.outcome is not None:
+            # The host has not read the flag of a `GradScaler` yet, so it has not recorded the losses of this update.
+            losses = self.context.curves.so_far(bound.counter)
+        judged = self._compare_losses(losses)
         if judged is None:
             return ()
         self._judged[bound.counter] = judged

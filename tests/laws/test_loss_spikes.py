@@ -50,13 +50,14 @@ def train(
     *,
     parts: int = 1,
     scale: float = 0.0,
+    fused: bool = False,
     state: Json | None = None,
     mode: Literal["act", "observe"] = "act",
     **options: Any,
 ) -> tuple[Session, list[int]]:
     """Train with these losses; return the steps whose update did not take place."""
     model = Level()
-    optimizer = sgd(model, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
     resting = []
     rules = rule_file(rule(**options))
@@ -84,11 +85,14 @@ def learnt(session: Session) -> list[Any]:
     return numbers
 
 
-@pytest.mark.parametrize("setup", ["plain", "accumulated", "scaled", "scaled, accumulated"])
+@pytest.mark.parametrize(
+    "setup", ["plain", "accumulated", "scaled", "scaled, accumulated", "scaled, fused"]
+)
 def test_an_update_whose_loss_is_a_spike_does_not_take_place(setup: str) -> None:
     losses = [*HEALTHY, 8.0, 1.0, math.nan, 1.0]
     parts = 4 if "accumulated" in setup else 1
-    session, resting = train(losses, parts=parts, scale=1024.0 if "scaled" in setup else 0.0)
+    scale = 1024.0 if "scaled" in setup else 0.0
+    session, resting = train(losses, parts=parts, scale=scale, fused="fused" in setup)
     assert resting == [8, 10]
     healthy = torch.tensor([*HEALTHY, 1.0, 1.0], dtype=torch.float64)
     mean, variance = 0.0, 0.0
