@@ -54,6 +54,15 @@ def test_a_run_of_an_earlier_version_has_sizes_of_frozen_parameters(tmp_path: Pa
         assert gradsurgeon.report.summary(opened).frozen == {name: 48}
 
 
+def test_a_run_without_shapes_cannot_tell_what_rules_would_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = tmp_path / "rules.yaml"
+    rules.write_text('version: 1\nrules: [{action: clip-norm, params: "*", max_norm: 1.0}]\n')
+    assert main(["plan", str(rules), "--on", str(golden.GOLDEN)]) == 2
+    assert "an earlier version recorded this run" in capsys.readouterr().err
+
+
 def test_it_is_small() -> None:
     sizes = [file.stat().st_size for file in golden.GOLDEN.iterdir()]
     assert sorted(file.name for file in golden.GOLDEN.iterdir()) == ["rank-0.db", "run.json"]

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator
 
+from gradsurgeon.errors import RecordError
 from gradsurgeon.language.planning import Manifest, manifest_file
 from gradsurgeon.records.store.layout import RUN_FILE, section
 from gradsurgeon.records.store.memory import LOSS
@@ -146,8 +147,8 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     """Return the norms of a run directory.
 
     Raises:
-        RecordError: the run cannot be read.
-        ManifestError: the run does not have the shapes of its parameters.
+        RecordError: the run cannot be read, or has no shapes of parameters.
+        ManifestError: what the run says of its model is damaged.
     """
     name = os.fspath(path)
     recorded = open_run(path).recorded()
@@ -167,6 +168,10 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
         # These rules may have come before the records at their point.
         tables = [table for table in tables if table.point != "step"]
     model = section(meta, "model")
+    if "version" not in model:
+        raise RecordError(
+            f"{name}: an earlier version recorded this run, without the shapes of the parameters; record it again"
+        )
     model.pop("title", None)
     return RunNorms(
         name=name,
