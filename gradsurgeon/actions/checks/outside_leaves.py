@@ -1,7 +1,7 @@
 """Finds trained tensors outside of the model that no optimizer owns."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -41,75 +41,68 @@ _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class OutsideLeaves(Check):
-    """Looks at the tensors that two passes reach besides the parameters of the model, or in the place of these."""
+    """Looks at the tensors that two passes reach besides the parameters of the model, or instead of them."""
 
     def __init__(self) -> None:
         self._passes = 0
         self._updates = 0
         # With the first samples. Each leaf is held, so that no other leaf gets its id.
         self._noted: list[tuple[Tensor, Tensor]] = []
-        # Likewise: of passes that reach nothing else.
-        self._apart: list[tuple[Tensor, Tensor]] = []
 
     @property
     def waits_for(self) -> str:
         return "before_pass" if self._updates in (FIRST, SECOND) else ""
 
     def before_pass(self, starting: Pass) -> Findings:
-        """Look at passes through other models between two updates, unless their gradients wait for an update."""
+        """Look at the passes of two updates that reach nothing else, unless gradients wait for an update."""
         if not self.waits_for or starting.graph is None:
             return
-        reached = [*_reached(starting)]
-        if len(reached) != len([*starting.graph.leaves()]):
-            return
-        if any(leaf.grad is not None and leaf.grad.any() for leaf, _ in reached):
-            return
-        if self._updates == FIRST:
-            self._apart += reached
-        else:
-            for finding in _unowned(starting, self._apart, reached):
+        leaves = [*starting.graph.leaves()]
+        is_apart = len(starting.unregistered()) == len(leaves)
+        if is_apart and not any(leaf.grad is not None and leaf.grad.any() for leaf in leaves):
+            for finding in self._look(starting, self._updates):
                 # A tensor of no module may be measured on purpose.
                 if finding.cause == "unowned-module":
                     yield finding
 
     def after_pass(self, done: Pass) -> Findings:
         self._passes += 1
-        if self._passes == FIRST:
-            self._noted = [*_reached(done)]
-        elif self._passes == SECOND and self._noted:
-            yield from _unowned(done, self._noted, _reached(done))
-            self._noted.clear()
+        return self._look(done, self._passes)
 
     def after_update(self, update: Update) -> Findings:  # noqa: ARG002 # of any optimizer
         self._updates += 1
-        if self._updates > SECOND:
-            self._apart.clear()
+        if min(self._passes, self._updates) > SECOND:
+            self._noted.clear()
         return ()
 
+    def _look(self, moment: Pass, number: int) -> Findings:
+        if number == FIRST:
+            self._noted += _reached(moment)
+        elif number == SECOND and self._noted:
+            return self._unowned(moment)
+        return ()
 
-def _unowned(
-    moment: Pass, noted: Iterable[tuple[Tensor, Tensor]], reached: Iterable[tuple[Tensor, Tensor]]
-) -> Findings:
-    """Yield findings on the leaves that were noted and are reached again, have not moved, and belong to no optimizer."""
-    owned = set[int]().union(*map(owned_ids, _live.instances(Optimizer)))
-    own = owned.intersection(id(moment.params[index]) for index in moment.members)
-    now = {}
-    for leaf, values in reached:
-        if id(leaf) not in owned:
-            now[id(leaf)] = values
-    still = {}
-    for leaf, before in noted:
-        if id(leaf) in now and torch.equal(now[id(leaf)], before):
-            still[id(leaf)] = leaf
-    held = set[int]()
-    for root in _roots(still):
-        held |= param_ids(root)
-        if root not in _told:
-            _told.add(root)
-            yield from _in_model(root, still, is_fact=_has_trained_twin(root, own))
-    for index, leaf in still.items():
-        if index not in held:
-            yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
+    def _unowned(self, moment: Pass) -> Findings:
+        """Yield findings on the leaves that have not moved since they were noted, and belong to no optimizer."""
+        owned = set[int]().union(*map(owned_ids, _live.instances(Optimizer)))
+        own = owned.intersection(id(moment.params[index]) for index in moment.members)
+        now = {}
+        for leaf, values in _reached(moment):
+            if id(leaf) not in owned:
+                now[id(leaf)] = values
+        still = {}
+        for leaf, before in self._noted:
+            if id(leaf) in now and torch.equal(now[id(leaf)], before):
+                still[id(leaf)] = leaf
+        held = set[int]()
+        for root in _roots(still):
+            held |= param_ids(root)
+            if root not in _told:
+                _told.add(root)
+                yield from _in_model(root, still, is_fact=_has_trained_twin(root, own))
+        for index, leaf in still.items():
+            if index not in held:
+                yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
 
 
 def _reached(done: Pass) -> Iterator[tuple[Tensor, Tensor]]:
