@@ -414,8 +414,15 @@ def test_gradients_that_may_be_wanted_are_no_finding(*, clears: bool) -> None:
 
 def test_a_model_of_two_sessions_is_told_once() -> None:
     first, second, decoder = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 4)
-    training = fitted(first, sgd(first, 0.01), fit(lambda x: decoder(first(x) + second(x))), STEPS)
-    with gradsurgeon.apply(second, CHECKS, optimizer=sgd(second, 0.01)) as session:
+    other = sgd(second, 0.01)
+
+    def update(_step: int) -> None:
+        other.step()
+        other.zero_grad()
+
+    loss = fit(lambda x: decoder(first(x) + second(x)))
+    training = fitted(first, sgd(first, 0.01), loss, STEPS, after=update)
+    with gradsurgeon.apply(second, CHECKS, optimizer=other) as session:
         events = told(training)
     assert len([*events, *events_of(session, "check")]) == 1
 
