@@ -98,7 +98,10 @@ def _dispatch(argv: Sequence[str]) -> int:
 
         print(f"gradsurgeon {VERSION}")
         return 0
-    arguments = _parser(name).parse_args(argv)
+    try:
+        arguments = _parser(name).parse_args(argv)
+    except SystemExit as end:  # the parser has printed help, or what is wrong
+        return 2 if end.code else 0
     modules = getattr(arguments, "modules", ())
     if modules:
         from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # only `--import` needs it

@@ -219,7 +219,7 @@ def _in_losses(failed: FailedStep) -> Diagnosis | None:
             return None
     for number, loss in failed.kept.losses.items():
         diagnosis = diagnose_loss(loss, failed.step)
-        if diagnosis is not None and diagnosis.operation:
+        if diagnosis is not None:
             return replace(
                 diagnosis,
                 micro_batch=number,

@@ -206,6 +206,7 @@ class KeptCalls:
             self._autocast(),
             compiled=compiled,
             iterators=tuple(iterators),
+            first_node=_torch.next_node_number(),
         )
         call.bytes = _RANDOM_BYTES
         for tensor in (*inputs, *call.buffers.values()):

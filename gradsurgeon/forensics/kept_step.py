@@ -51,7 +51,8 @@ class KeptCall:
 
     Attributes:
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
-        last_node: the number of the last node of the graph that led to an output.
+        first_node: the number of the first node of the graph that the call could make.
+        last_node: the number of the last node that led to an output.
         number: the first backward pass of the step that reached the call, from 1; 0 before one has.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
@@ -68,6 +69,7 @@ class KeptCall:
     outputs: dict[Path, Fingerprint] = field(default_factory=dict)
     versions: dict[Path, int] = field(default_factory=dict)
     grads: dict[Path, Tensor] = field(default_factory=dict)
+    first_node: int = 0
     last_node: int = 0
     number: int = 0
     bytes: int = 0
@@ -163,8 +165,9 @@ class KeptStep:
 
     def keep_loss(self, graph: BackwardGraph, pass_key: PassKey) -> None:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
-        after = max([call.last_node for call in self.calls])
-        nodes = graph.nodes_after(after, _MOST_NODES)
+        # A part of the loss, such as a gradient penalty, may come before another call.
+        spans = [(call.first_node, call.last_node) for call in self.calls]
+        nodes = graph.last_nodes(_MOST_NODES, [(0, self.calls[0].first_node - 1), *spans])
         size = 0
         for node in nodes:
             for value in node.saved.values():
@@ -176,7 +179,9 @@ class KeptStep:
                 for one in values:
                     if isinstance(one, Tensor):
                         size += one.nbytes
-        loss = KeptLoss(graph.loss, nodes, size, has_model=not after, pass_key=pass_key)
+        loss = KeptLoss(
+            graph.loss, nodes, size, has_model=not any(last for _, last in spans), pass_key=pass_key
+        )
         if self.bytes + loss.bytes <= MAX_BYTES:
             self.losses[self.passes + 1] = loss
 

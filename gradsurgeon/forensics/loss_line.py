@@ -60,9 +60,9 @@ class _Awaited:
     passes: int = 0
 
     def node_in(self, root: Any) -> Any:
-        """Return the node at the place in the graph of another pass, ``None`` if that has other operations."""
+        """Return the node at the place in the graph of another pass, ``None`` if that has other operations after it."""
         met = {len(self.nodes) - 1: root}
-        for place in range(len(self.nodes) - 1, -1, -1):
+        for place in range(len(self.nodes) - 1, self.place - 1, -1):
             name, sources = self.nodes[place]
             node: Any = met.get(place)
             if node is None or node.name() != name or len(node.next_functions) != len(sources):

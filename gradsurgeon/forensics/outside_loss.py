@@ -75,6 +75,7 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
     # The script may mean an infinity, but never NaN.
     is_nan = kinds.get(len(nodes) - 1) == "NaN"
     infinite = None
+    infinite_input = None
     for place in _reaching(nodes, kinds):
         node = nodes[place]
         kind = kinds.get(place, "")
@@ -85,8 +86,9 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
         name, source = _nonfinite_argument(node)
         if source == NO_GRAPH:
             tensor = _tensors_in(node)[name]
+            infinite_input = _given(loss, place, name, tensor)
             if not is_nan or nonfinite_kind(tensor) == "NaN":
-                return _given(loss, place, name, tensor)
+                return infinite_input
         if place not in makers:
             continue
         if kind == "NaN" and _is_harmless(node) and _OUTPUT in node.made_of:
@@ -97,7 +99,7 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
         if infinite is None and not _is_mask(node, kind):
             infinite = place
     if infinite is None:
-        return None
+        return infinite_input
     return _maker(loss, infinite, results[infinite])
 
 

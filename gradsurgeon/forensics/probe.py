@@ -89,10 +89,12 @@ def _samples(module: nn.Module, call: KeptCall) -> str:
     for size in shape[:2]:
         if size == 1 or not _has_samples(call, size):
             continue
-        place = _change(module, call, with_samples(call, _every_second(size)), size)
-        if not place:
+        order = _every_second(size)
+        if not _change(module, call, with_samples(call, order), size):
             return _APART[len(texts)].format(size)
-        if _change(module, calm, with_samples(calm, _every_second(size)), size):
+        # The place is that beside batch norms, which mix samples as well.
+        place = _change(module, calm, with_samples(calm, order), size)
+        if place:
             texts.append(_MIX.format(size, place))
         else:
             texts.append(_BY_NORM.format(size, shorten_names(norms)))

@@ -45,6 +45,7 @@ class RuleInfo:
     role: str = "edit"
     logged: tuple[str, ...] = ()  # the parameters whose l2 norms it records
     kind: str = GRADIENT  # what it measures, such as "gradient" or "output"
+    has_all_steps: bool = True  # whether it is due in each step
 
 
 @cache
@@ -88,10 +89,11 @@ def edits_of(infos: Mapping[str, RuleInfo]) -> set[str]:
 
 
 def logged_params(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus]) -> set[str]:
-    """Return the parameters whose gradients rules waited for, and record."""
+    """Return the parameters whose gradients rules waited for in each step, and record."""
     logged: set[str] = set()
     for rule, status in statuses.items():
-        if rule not in infos:
+        # A gradient may have come between the steps of a rule.
+        if rule not in infos or not infos[rule].has_all_steps:
             continue
         # A rule that was due and never fired has waited for the gradients in vain; others say so in their own row.
         has_waited = any(_DUE in text for text in status.warnings)

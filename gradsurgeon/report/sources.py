@@ -109,7 +109,10 @@ def _rule_infos(
         logged: tuple[str, ...] = ()
         if kind == GRADIENT and STAT in role.get("stats", ()):
             logged = (*rule.get("params", ()), *rule.get("modules", ()))
-        infos[rule["id"]] = RuleInfo(rule["action"], role.get("role", "edit"), logged, kind)
+        has_all_steps = "steps" not in role
+        infos[rule["id"]] = RuleInfo(
+            rule["action"], role.get("role", "edit"), logged, kind, has_all_steps
+        )
     return infos
 
 

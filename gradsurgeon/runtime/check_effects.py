@@ -1,6 +1,6 @@
 """The effect of checks: it hands a check the facts of each moment, and makes events of its findings."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon.actions import Examination
-from gradsurgeon.actions.checks.base import Check, Finding, LossSource, Model, Pass, Update
+from gradsurgeon.actions.checks.base import (
+    Check,
+    Finding,
+    Findings,
+    LossSource,
+    Model,
+    Pass,
+    Update,
+)
 from gradsurgeon.actions.checks.ranks_check import topic_of
 from gradsurgeon.common.diagnosis import Line
 from gradsurgeon.distributed.replication import Replication
@@ -31,7 +39,7 @@ _Moment = TypeVar("_Moment", Pass, Update)
 _OF_PASSES = ("before_pass", "after_pass")
 _LOOKED_UP = ("params", "originals", "grads")
 # Judges values that have come to the host.
-Judge = Callable[[Tensor], Iterable[Finding]]
+Judge = Callable[[Tensor], Findings]
 
 
 class CheckEffect(Effect):
@@ -158,7 +166,7 @@ class CheckEffect(Effect):
             **facts,
         )
 
-    def _show(self, look: Callable[[_Moment], Iterable[Finding]], moment: _Moment) -> None:
+    def _show(self, look: Callable[[_Moment], Findings], moment: _Moment) -> None:
         for finding in look(moment):
             self._report(finding, moment.step)
         # A function that waits for values may hold the moment. It looks tensors up again.

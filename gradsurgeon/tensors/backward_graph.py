@@ -112,8 +112,8 @@ class BackwardGraph:
         """Tell whether a node near its roots is older than a node with a given number: torch numbers nodes upwards."""
         return any(_leads_before(node, number) for node in _nodes_of(self.roots))
 
-    def nodes_after(self, number: int, most: int) -> list[LossNode]:
-        """Return the nodes made after a node with a given number, oldest first; of more than ``most`` the newest."""
+    def last_nodes(self, most: int, spans: Sequence[tuple[int, int]] = ()) -> list[LossNode]:
+        """Return the last nodes, oldest first; ``spans`` are the first and last numbers of nodes to stop at, as those of a model."""
         made_of: dict[Any, Sequence[tuple[Any, int]]] = {}
         pending: list[tuple[int, int, Any]] = []
         # Decides among nodes with equal numbers: nodes have no order.
@@ -125,7 +125,7 @@ class BackwardGraph:
                 if source is None or source in made_of or isinstance(source, Tensor):
                     continue
                 made = source._sequence_nr()  # noqa: SLF001 # no public name
-                if number < made < _LEAF:
+                if made < _LEAF and not any(first <= made <= last for first, last in spans):
                     pushed += 1
                     heapq.heappush(pending, (-made, pushed, source))
             if not pending or not left:

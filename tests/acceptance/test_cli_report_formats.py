@@ -14,6 +14,7 @@ from commands import call_here, quiet
 from runs import meta, write
 
 from gradsurgeon import Diagnosis, Event, open_run
+from gradsurgeon.cli import main
 from gradsurgeon.common.diagnosis import TensorFacts
 from gradsurgeon.common.events import RuleStatus
 from gradsurgeon.common.rows import Rows
@@ -57,6 +58,12 @@ class TestJSON:
         assert (row["largest"], row["last"]) == (1e4, history[-1])
         assert (row["nonfinite"], row["nonfinite_step"]) == (1, 9_000)
         assert row["spike"]["step"] == 5_000
+
+
+def test_a_wrong_option_gives_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "run", "--format", "github"]) == 2
+    assert "invalid choice: 'github'" in capsys.readouterr().err
+    assert main(["report", "--help"]) == 0
 
 
 def test_the_guide_shows_what_works(

@@ -17,6 +17,7 @@ from laws.trainings import Training, adam, fit, fitted, perceptron, regression, 
 from small import relu_net, sgd, take_step, tanh_net
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.func import functional_call
 from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -335,6 +336,30 @@ def gradient_momentum() -> Training:
     model = perceptron()
     decay: Callable[[Any], None] = lambda _: _scale_gradients(model, 0.9)  # noqa: E731
     return fitted(model, sgd(model, 0.001), fit(model), STEPS, clear=decay)
+
+
+def delayed_gradients() -> Training:
+    """Gradients of weights from two updates ago, as in a pipeline: the script sets them, and clears none."""
+    model = perceptron()
+    loss_of_batch = fit(lambda inputs: functional_call(model, weights[-1], (inputs,)))
+    weights: list[dict[str, Tensor]] = []
+    losses: list[Tensor] = []
+    optimizer = sgd(model, 0.01)
+
+    def loop() -> None:
+        for step in range(STEPS):
+            weights.append(
+                {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+            )
+            losses.append(loss_of_batch(step))
+            if step > 1:
+                losses.pop(0).backward()
+                old = weights.pop(0)
+                for name, param in model.named_parameters():
+                    param.grad = old[name].grad
+                optimizer.step()
+
+    return Training(model, [optimizer], loop)
 
 
 def points_of_a_derivative() -> Training:

@@ -20,6 +20,7 @@ from pairs import slow
 from ranks import Json
 from small import equal, events_of, fields_of, rule_file, sgd, weights_of
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy
 from torch.optim import SGD
 
 import gradsurgeon
@@ -367,6 +368,63 @@ def test_a_loss_that_is_the_logarithm_of_a_negative_number_is_no_mean_over_nothi
         "the loss of step 8 (made by `mean`) was NaN although all gradients are finite. Its graph does not show which "
         "operation made it: look at what it is made of"
     )
+
+
+def test_probabilities_outside_of_a_clamp_are_found() -> None:
+    model = nn.Linear(16, 1)
+    targets = torch.arange(32.0).remainder(2)[:, None]
+
+    def loss(_step: int) -> Tensor:
+        outputs = (model(torch.randn(32, 16)) - 50).clamp(0.001, 0.999)
+        return binary_cross_entropy(outputs, targets)
+
+    event = only(fitted(model, sgd(model), loss, STEPS))
+    assert "they become 0 in ClampBackward1, because every element is out of" in event.message
+
+
+def _beside(other: nn.Module, *, clears: bool) -> Training:
+    """Return a training with backward passes through another model, which no optimizer updates."""
+    model = perceptron()
+    loss = fit(model)
+    side = fit(other)
+
+    def both(step: int) -> Tensor:
+        if clears:
+            other.zero_grad()
+        side(step).backward()
+        return loss(step)
+
+    return fitted(model, sgd(model, 0.01), both, STEPS)
+
+
+def test_passes_through_a_model_that_nothing_updates_are_told() -> None:
+    other = nn.Linear(16, 4)
+    event = only(_beside(other, clears=True))
+    assert event.message.endswith(
+        "weight, bias, 2 of 2 parameters of a Linear, get gradients and never moved: no optimizer owns them. Give them to an "
+        "optimizer, or set requires_grad to False"
+    )
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["gradients wait", "in evaluation mode"])
+def test_gradients_that_may_be_wanted_are_no_finding(*, clears: bool) -> None:
+    other = nn.Linear(16, 4).train(not clears)
+    assert told(_beside(other, clears=clears)) == []
+
+
+def test_a_model_of_two_sessions_is_told_once() -> None:
+    first, second, decoder = nn.Linear(16, 4), nn.Linear(16, 4), nn.Linear(4, 4)
+    other = sgd(second, 0.01)
+
+    def update(_step: int) -> None:
+        other.step()
+        other.zero_grad()
+
+    loss = fit(lambda x: decoder(first(x) + second(x)))
+    training = fitted(first, sgd(first, 0.01), loss, STEPS, after=update)
+    with gradsurgeon.apply(second, CHECKS, optimizer=other) as session:
+        events = told(training)
+    assert len([*events, *events_of(session, "check")]) == 1
 
 
 def test_a_late_clip_of_two_models_of_one_optimizer_is_found() -> None:

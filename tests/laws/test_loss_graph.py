@@ -134,6 +134,11 @@ FAULTY: dict[str, Case] = {
         lambda out: F.smooth_l1_loss(out.squeeze(1), TARGET[:, None], reduction="sum"),
         "`smooth_l1_loss` compares a prediction of shape [6] with",
     ),
+    "column with row, by magnitude": (
+        lambda: nn.Linear(4, 1),
+        lambda out: F.l1_loss(out, TARGET),
+        "a prediction of 6 elements was subtracted from a target of another shape",
+    ),
     "row minus column": (
         lambda: nn.Linear(4, 1),
         lambda out: (TARGET - out).abs().sum(),
@@ -239,6 +244,10 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] =
     "a factorized layer": (
         lambda: nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1)),
         lambda out: out.square().mean(),
+    ),
+    "pairs that the script makes": (
+        lambda: nn.Linear(4, 1),
+        lambda out: F.smooth_l1_loss(out[:, 0, None].expand(6, 6), TARGET.expand(6, 6)),
     ),
     "shapes that fit": (
         lambda: nn.Linear(4, 1),

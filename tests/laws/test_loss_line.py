@@ -331,6 +331,50 @@ def test_a_gradient_penalty_is_named() -> None:
     assert line.diagnosis["line"] == line_of(penalty) + 2
 
 
+def test_a_penalty_before_another_call_is_named() -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = sgd(critic, 0.0)
+
+    def penalty(x: Tensor, factor: float) -> Tensor:
+        (grad,) = torch.autograd.grad(factor * critic(x).sum(), x, create_graph=True)
+        return (grad.square().sum(1).sqrt() - 1).square().mean()
+
+    with gradsurgeon.apply(critic, rule_file(SKIPS), optimizer=optimizer) as session:
+        for factor in (0.0, 1.0):
+            point = torch.rand(4, 2).requires_grad_()
+            first = penalty(point, factor)
+            take_step(optimizer, critic(point.detach()).mean() + first)
+        trap, *_ = session.events
+        (line,) = line_events(session.events)
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["op"] == "aten.sqrt"
+    assert line.diagnosis is not None
+    assert line.diagnosis["line"] == line_of(penalty) + 2
+
+
+def test_an_infinite_factor_that_makes_nan_is_named() -> None:
+    torch.manual_seed(0)
+    model = Chooser()
+    optimizer = sgd(model, 0.0)
+    factors = torch.tensor([math.inf, -math.inf, 1.0, 1.0, 1.0, 1.0])
+    with gradsurgeon.apply(model, rule_file(SKIPS), optimizer=optimizer) as session:
+        take_step(optimizer, (model(BATCH).log_prob(torch.zeros(6)) * factors).mean())
+        trap, *_ = session.events
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["headline"].startswith("the loss was given Inf: the second input of Mul")
+
+
+def test_a_mean_that_is_too_large_is_an_overflow() -> None:
+    check, *_ = steps(lambda x: (x * 1e38).mean(), WARNS, LOOP)
+    assert check.message.endswith(
+        "Inf born in the forward pass outside of the model: aten.mean (MeanBackward0): the sum, or the squares in it, are too "
+        "large: scale the input down"
+    )
+    assert check.diagnosis is not None
+    assert check.diagnosis["cause"] == "overflow"
+
+
 NOT_FINITE: dict[str, tuple[Loss, str]] = {
     "no target counts": (
         lambda x: F.cross_entropy(x, torch.full((6,), -100)),
@@ -380,6 +424,11 @@ class Policy(nn.Module):
 
     def forward(self, x: Tensor) -> torch.distributions.Categorical:
         return torch.distributions.Categorical(logits=self.layer(x).log(), validate_args=False)
+
+
+class Chooser(Policy):
+    def forward(self, x: Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.layer(x))
 
 
 def test_a_model_that_returns_no_tensor_shows_its_operations_in_the_loss() -> None:

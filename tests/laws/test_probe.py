@@ -98,6 +98,12 @@ CASES: dict[str, tuple[Callable[..., Any], list[nn.Module], list[Tensor], str]] 
         [X],
         MIX.format(6, "layers.0"),
     ),
+    "mean after batch norm": (
+        lambda x, a, n, b: b(n(a(x)) - n(a(x)).mean(0)),
+        [_linear(), nn.BatchNorm1d(4), _linear(4)],
+        [X],
+        MIX.format(6, "layers.2"),
+    ),
     "time first": (
         lambda x, r: r(x)[0],
         [nn.LSTM(8, 4)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,6 +11,7 @@ from pack_trainings import launched
 from small import linears, sgd, weights_of
 from torch import Tensor, nn
 
+SERVERS: list[nn.Module] = []
 Write = Callable[[nn.Module, Sequence[Tensor]], None]
 
 
@@ -31,6 +33,13 @@ def old_data_put_back(model: nn.Module, before: Sequence[Tensor]) -> None:
 def client_of_a_round(model: nn.Module, before: Sequence[Tensor]) -> None:
     """The next client begins from the weights that all clients of a round begin from."""
     model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
+
+
+def client_of_a_kept_model(model: nn.Module, before: Sequence[Tensor]) -> None:
+    """Likewise; the script copies the weights of the model of the server by hand."""
+    SERVERS.append(copy.deepcopy(model))
+    _put(SERVERS[-1], before)
+    _put(model, before)
 
 
 def one_layer_put_back(model: nn.Module, before: Sequence[Tensor]) -> None:
@@ -71,6 +80,7 @@ CASES: dict[Write, str] = {
     old_copy_put_back: "  look: ",
     old_data_put_back: "  look: ",
     client_of_a_round: "    ",
+    client_of_a_kept_model: "    ",
     one_layer_put_back: "",
     all_but_a_row_put_back: "",
     reptile: "",

@@ -261,3 +261,12 @@ def test_a_parameter_without_gradients_is_named_although_its_weight_is_recorded(
     model[0].spare = nn.Linear(2, 2)
     session, _ = trained(model, sgd(model), GRADS)
     assert "never got a gradient: 0.spare.weight, 0.spare.bias" in summary(session).remarks
+
+
+def test_a_gradient_between_the_steps_of_a_rule_is_no_silence() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    optimizer = sgd(model)
+    session = attach(model, {**GRADS, "steps": {"every": 2}}, optimizer=optimizer)
+    for step in range(6):
+        take_step(optimizer, model[step % 2](torch.ones(1, 2)).sum())
+    assert not [remark for remark in summary(session).remarks if "never got" in remark]

@@ -55,6 +55,9 @@ class Finding:
     is_fact: bool = False
 
 
+Findings = Iterable[Finding]
+
+
 class Model:
     """A model, reached weakly; ``holders`` has the module that holds each parameter."""
 

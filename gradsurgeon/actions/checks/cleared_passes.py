@@ -1,12 +1,12 @@
 """Finds backward passes whose gradients are cleared before the update, as by `zero_grad()` for each micro-batch."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck, Streak
 from gradsurgeon.common._script import running_lines
 from gradsurgeon.tensors import _torch, _unsaved_hooks
@@ -51,7 +51,7 @@ class ClearedPasses(OptimizerCheck):
         self._streak = Streak(_IN_A_ROW)
         self._rests = False
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         if not self._passes or self._rests:
             return ()
         seen = self._passes[-1]
@@ -70,7 +70,7 @@ class ClearedPasses(OptimizerCheck):
             seen.is_own &= is_same and min(numbers) > seen.number
         return ()
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         reached = [i for i in self.owner.sampled if i in done.reached and i in done.grads]
         if self._rests or not reached or done.graph is None:
             return ()
@@ -90,7 +90,7 @@ class ClearedPasses(OptimizerCheck):
         self._passes.append(seen)
         return ()
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         """Yield a finding if the same passes were cleared in each of the last updates."""
         passes = self._passes
         self._passes = []

@@ -1,6 +1,5 @@
 """Finds parameters of an optimizer that never get a gradient, or only gradients of 0, and never move."""
 
-from collections.abc import Iterable, Iterator
 from functools import partial
 from traceback import walk_stack
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions.checks.base import Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck
 from gradsurgeon.tensors import _dist, _unsaved_hooks
 from gradsurgeon.tensors.sampling import sample
@@ -51,11 +50,11 @@ class DeadParams(OptimizerCheck):
         while self._handles:
             _unsaved_hooks.take_off(self._handles.pop())
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         self._reached.update(done.reached)
         return ()
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         number = self.owner.updates + 1
         if number == FIRST:
             self._note(update)

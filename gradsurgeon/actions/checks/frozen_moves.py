@@ -1,12 +1,11 @@
 """Finds parameters that trained, were frozen, and are still moved by their optimizer: by momentum or weight decay."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck
 from gradsurgeon.tensors.sampling import dense_grads, sample
 
@@ -30,7 +29,7 @@ class FrozenMoves(OptimizerCheck):
         # The updates in a row that moved a frozen parameter.
         self._moved: Counter[int] = Counter()
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Findings:
         self._weights = {}
         for index in update.groups.keys() & update.grads.keys():
             if update.originals[index].requires_grad:
@@ -39,7 +38,7 @@ class FrozenMoves(OptimizerCheck):
                 self._weights[index] = sample(update.params[index])
         return ()
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         moved = Counter[int]()
         for index, grad in dense_grads(update.grads, sorted(self._weights)).items():
             values = sample(grad)

@@ -2,12 +2,12 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
-from gradsurgeon.actions.checks.base import Finding, Update, owned_ids
+from gradsurgeon.actions.checks.base import Finding, Findings, Update, owned_ids
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.tensors import _dist
 
@@ -74,7 +74,7 @@ def _addresses(tensors: Iterable[Any]) -> set[int]:
     return addresses - {0}
 
 
-def idle_loads(root: nn.Module, *, has_updated: bool) -> Iterator[Finding]:
+def idle_loads(root: nn.Module, *, has_updated: bool) -> Findings:
     """Yield the loads into a model that did nothing.
 
     A fact is what loses nothing: a copy onto itself before the first update, a load after it that matches no name.
@@ -91,7 +91,7 @@ def idle_loads(root: nn.Module, *, has_updated: bool) -> Iterator[Finding]:
             yield Finding("load", text, names=names, is_fact=is_copy != has_updated)
 
 
-def idle_attributes(root: nn.Module, update: Update) -> Iterator[Finding]:
+def idle_attributes(root: nn.Module, update: Update) -> Findings:
     """Yield the attributes that are meant to freeze or to train parameters, and do not."""
     owned = owned_ids(update.optimizer)
     names: dict[str, list[str]] = {}

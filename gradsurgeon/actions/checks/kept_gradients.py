@@ -1,13 +1,13 @@
 """Finds gradients that are kept into the next update, that are gone before it, and that two optimizers use."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.base import Finding, Moment, Pass, Update, owned_ids
+from gradsurgeon.actions.checks.base import Finding, Findings, Moment, Pass, Update, owned_ids
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck, Streak, TrackedOptimizer
 from gradsurgeon.common import _live
 from gradsurgeon.tensors import _numbers
@@ -41,26 +41,34 @@ class Stale(OptimizerCheck):
     """Looks for gradients that were there before the last update, and reach this one."""
 
     def __init__(self) -> None:
-        # Sampled parameters that kept their gradients into a new pass.
-        self._kept: set[int] = set()
+        # Maps sampled parameters that kept their gradients into a new pass to the addresses of these.
+        self._kept: dict[int, int] = {}
         self._last_step = -1
         self._streak = Streak(IN_A_ROW)
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
-        self._kept |= _used_before(starting, self.owner)
+    def before_pass(self, starting: Pass) -> Findings:
+        for index in _used_before(starting, self.owner):
+            self._kept[index] = starting.grads[index].data_ptr()
         self.owner.used = {}
-        self._kept = {index for index in self._kept if starting.is_any([index])}
+        for index in tuple(self._kept):
+            if not starting.is_any([index]):
+                del self._kept[index]
         return ()
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
-        stale = sorted(self._kept.intersection(update.grads))
+    def before_update(self, update: Update) -> Findings:
+        stale = []
+        for index in sorted(self._kept.keys() & update.grads.keys()):
+            # Delayed gradients are other tensors. A frozen parameter keeps its gradient.
+            is_same = update.grads[index].data_ptr() == self._kept[index]
+            if is_same and update.originals[index].requires_grad:
+                stale.append(index)
         if self._streak.reaches(stale):
             # Any of the sampled parameters stands for all that the script has not cleared.
             text = _STALE.format(step=update.step, before=self._last_step)
             yield Finding("stale", text, (stale[0],))
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
-        self._kept = set()
+    def after_update(self, update: Update) -> Findings:
+        self._kept = {}
         self._last_step = update.step
         used = {}
         for index, grad in dense_grads(update.grads, self.owner.sampled).items():
@@ -80,7 +88,7 @@ class Twice(OptimizerCheck):
     def __init__(self) -> None:
         self._streak = Streak(IN_A_ROW)
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         used = set[int]()
         for other in self.owner.others:
             used |= _used_before(update, other)
@@ -97,12 +105,12 @@ class Gone(OptimizerCheck):
         self._got: list[Tensor] = []
         self._streak = Streak(IN_A_ROW)
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         if len(self._got) < _MOST_FLAGS:
             self._got += _flags(done.grads, self.owner.sampled)
         return ()
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Findings:
         number = len(self._got)
         if number:
             flags = [*self._got, *_flags(update.grads, self.owner.sampled)]
@@ -112,7 +120,7 @@ class Gone(OptimizerCheck):
         self._got = []
         return ()
 
-    def _judge(self, update: Update, number: int, seen: Tensor) -> Iterator[Finding]:
+    def _judge(self, update: Update, number: int, seen: Tensor) -> Findings:
         """Judge what so many flags say of passes, and the others of the update."""
         are_gone = bool(seen[:number].any()) and not bool(seen[number:].any())
         # The script may clear the sampled parameters on purpose: then other parameters have gradients.

@@ -1,14 +1,13 @@
 """Finds faults of a training loop: gradients kept too long or lost, scaled clips, modes, losses."""
 
 import math
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.cleared_passes import ClearedPasses
 from gradsurgeon.actions.checks.frozen_moves import FrozenMoves
 from gradsurgeon.actions.checks.kept_gradients import IN_A_ROW, Gone, Stale, Twice
@@ -56,11 +55,11 @@ class LoopCheck(Checks):
             RateFacts,
         )
 
-    def before_unscaling(self, update: Update) -> Iterator[Finding]:
+    def before_unscaling(self, update: Update) -> Findings:
         for check in self.owner_of(update).checks:
             yield from check.before_unscaling(update)
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         owner = self.owner_of(update)
         if owner.looks:
             owner.indices = list(update.groups)
@@ -71,7 +70,7 @@ class LoopCheck(Checks):
             owner.sampled = list(dict.fromkeys([*sorted(owner.shared)[:1], *sampled]))
         yield from super().before_update(update)
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         yield from super().after_update(update)
         owner = self.owner_of(update)
         # One update more than a fault needs, because the first of them shows what the next one begins with.
@@ -84,23 +83,23 @@ class NonfiniteLosses(Check):
     def __init__(self) -> None:
         self._findings: list[Finding] = []
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         if self._findings and not starting.is_any(starting.members):
             self._findings.clear()
         return ()
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         loss = done.loss
         if loss is not None:
             done.later(loss.float(), partial(self._judge, done))
         return ()
 
-    def before_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of any optimizer
+    def before_update(self, update: Update) -> Findings:  # noqa: ARG002 # of any optimizer
         findings = self._findings
         self._findings = []
         return findings
 
-    def _judge(self, done: Pass, seen: Tensor) -> Iterable[Finding]:
+    def _judge(self, done: Pass, seen: Tensor) -> Findings:
         loss = float(seen)
         # The trap reports a NaN that is in the gradients also.
         if math.isfinite(loss) or not done.grads or not _are_finite(done):
@@ -132,11 +131,11 @@ class Mode(Check):
         # The script may change the mode itself: back after an evaluation, or for training.
         self._is_meant = False
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         self._modes.add(done.model.is_evaluated())
         return ()
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         modes = self._modes - {None}
         self._modes = set()
         is_known = update.evaluations is not None

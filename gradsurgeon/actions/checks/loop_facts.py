@@ -1,11 +1,9 @@
 """Finds what differs from most trainings and may be meant: passes in evaluation mode, one input, a scheduler that runs ahead."""
 
-from collections.abc import Iterable, Iterator
-
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck
 from gradsurgeon.actions.checks.same_data import numbers_of
 from gradsurgeon.common import _live
@@ -47,7 +45,7 @@ class LoopFacts(Check):
         # Norm and sum of the inputs, if all passes so far had the same ones.
         self._input: Tensor | None = None
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         self._passes += 1
         is_first = self._passes == 1
         if is_first:
@@ -67,11 +65,11 @@ class LoopFacts(Check):
             self._input = None
         return ()
 
-    def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # of any optimizer
+    def after_update(self, update: Update) -> Findings:  # noqa: ARG002 # of any optimizer
         self._updates += 1
         return ()
 
-    def at_end(self) -> Iterator[Finding]:
+    def at_end(self) -> Findings:
         if self._passes < _FEW or not self._updates:
             return
         passes = f"{self._passes:,}"
@@ -89,7 +87,7 @@ class RateFacts(OptimizerCheck):
         # Maps each scheduler to its lead over the updates.
         self._leads: dict[LRScheduler, int] = {}
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         if self.owner.updates == _FIRST:
             yield from _large_rates(update)
             # Torch wraps the `step` of an optimizer that has a scheduler.
@@ -109,7 +107,7 @@ class RateFacts(OptimizerCheck):
             self._leads.clear()
 
 
-def _large_rates(update: Update) -> Iterator[Finding]:
+def _large_rates(update: Update) -> Findings:
     """Find Adam and its kind with a rate above 1: an update divides each gradient by its own size."""
     for group in getattr(update.optimizer, "param_groups", ()):
         rate = group.get("lr")

@@ -1,12 +1,12 @@
 """Finds losses whose operations do not fit together: a sigmoid too many, a softmax of one number, shapes that broadcast."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, LossSource, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, LossSource, Pass, Update
 from gradsurgeon.actions.checks.models_of_passes import is_elsewhere
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
@@ -110,16 +110,12 @@ class _Operation:
                 source.users.append(self)
             self.sources.append(source)
 
-    @property
-    def makers(self) -> list["_Operation | None"]:
-        """The nodes that made the arguments, past those that only change the shape."""
-        makers = []
-        for source in self.sources:
-            maker = source
-            if source and source.name in _SHAPES:
-                maker = source.makers[0]
-            makers.append(maker)
-        return makers
+    def maker(self, number: int = 0) -> "_Operation | None":
+        """Return the node that made an argument, past those that only change the shape."""
+        source = self.sources[number]
+        if source and source.name in _SHAPES:
+            return source.maker()
+        return source
 
     @property
     def names_of_users(self) -> set[str]:
@@ -192,12 +188,12 @@ class LossGraph(Check):
     def is_over(self) -> bool:
         return self._passes == PASSES and not self._is_sum
 
-    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         self._is_sum = self._is_sum and starting.is_any(starting.members)
         if self._passes == PASSES or starting.graph is None:
             return
         self._passes += 1
-        loss = starting.graph.nodes_after(0, _MOST_NODES)
+        loss = starting.graph.last_nodes(_MOST_NODES)
         for finding in self._findings(loss):
             if not is_elsewhere(finding.text, starting):
                 yield finding
@@ -207,7 +203,7 @@ class LossGraph(Check):
         are_alike = self._passes == PASSES and len(self._graphs) == 1
         self._is_sum = are_alike and starting.is_any(starting.members) and names[-1:] not in _SCALED
 
-    def _findings(self, loss: Sequence[LossNode]) -> Iterator[Finding]:
+    def _findings(self, loss: Sequence[LossNode]) -> Findings:
         nodes: list[_Operation] = []
         for node in loss:
             nodes.append(_Operation(node, nodes))
@@ -218,9 +214,7 @@ class LossGraph(Check):
             for operation in nodes:
                 operation.users.clear()
 
-    def _findings_in(
-        self, nodes: Sequence[_Operation], loss: Sequence[LossNode]
-    ) -> Iterator[Finding]:
+    def _findings_in(self, nodes: Sequence[_Operation], loss: Sequence[LossNode]) -> Findings:
         for place, one in enumerate(nodes):
             for look in (_twice, _broadcast, _distances):
                 text = look(one)
@@ -237,7 +231,7 @@ class LossGraph(Check):
             if fact:
                 yield Finding(fact, fact, is_fact=True)
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         if self._is_sum and update.is_any(update.members):
             yield Finding("sum", _SUM_OF_PASSES, is_fact=True)
         self._is_sum = False
@@ -245,7 +239,7 @@ class LossGraph(Check):
 
 def _twice(node: _Operation) -> str:
     unwanted, text = _TWICE.get(node.name, ("", ""))
-    maker = node.makers[0] if unwanted else None
+    maker = node.maker() if unwanted else None
     return text if maker and maker.name == unwanted and maker.choices != 1 else ""
 
 
@@ -278,6 +272,10 @@ def _broadcast(node: _Operation) -> str:
     target = node.saved.get("target")
     if expand is None or expand.name != "ExpandBackward0" or any(targets):
         return ""
+    # A script that adds a dimension itself means all pairs.
+    maker = expand.sources[0]
+    if maker is not None and maker.name == "UnsqueezeBackward0":
+        return ""
     # If the target is a matrix, the script means that shape.
     is_matrix = not isinstance(target, Tensor) or 0 not in target.stride()
     prediction = tuple(expand.saved.get("self_sym_sizes", ()))
@@ -301,6 +299,9 @@ def _distances(node: _Operation) -> str:
     if NO_GRAPH not in difference.made_of or not trained:
         return ""
     prediction = trained[0]
+    # `l1_loss` expands both sides.
+    if prediction.name == "ExpandBackward0" and prediction.sources[0] is not None:
+        prediction = prediction.sources[0]
     # A script that adds a dimension itself means all pairs, and so does one that turns the prediction around elsewhere.
     is_paired = prediction.name == "UnsqueezeBackward0" or prediction.names_of_users & _PAIRS_ITSELF
     if is_paired or not _is_of_size(prediction, size):
@@ -332,7 +333,7 @@ def _in_a_row(nodes: Sequence[_Operation]) -> str:
         while node is not None and node.name == _LINEAR:
             before, after = node.saved["mat2_sym_sizes"]
             widths = [before, *(widths or [after])]
-            node = node.makers[1]
+            node = node.maker(1)
         if len(widths) > _LEAST_IN_A_ROW:
             return _IN_A_ROW.format(count=len(widths) - 1, widths=" to ".join(map(str, widths)))
     return ""

@@ -1,11 +1,9 @@
 """Finds gradients that still carry the scale of a `GradScaler` when the script clips them, or when the optimizer uses them."""
 
-from collections.abc import Iterable, Iterator
-
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck, Streak
 from gradsurgeon.tensors.sampling import sizes_of
 
@@ -40,14 +38,14 @@ class LossScale(OptimizerCheck):
         self._is_unscaled = False
         self._bare = Streak(_IN_A_ROW)
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         if done.reaches(self.owner.indices):
             self._scale = done.scale
             if self._wants_sizes:
                 self._after_pass = sizes_of(done.grads, self.owner.indices)
         return ()
 
-    def before_unscaling(self, update: Update) -> Iterator[Finding]:
+    def before_unscaling(self, update: Update) -> Findings:
         """Yield a finding if gradients that still carry the loss scale always come to the same, smaller size."""
         if update.scale is None or len(self._clips) == _IN_A_ROW:
             return
@@ -68,7 +66,7 @@ class LossScale(OptimizerCheck):
                 yield Finding("clipped", text)
                 return
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         """Yield a finding if updates without a `GradScaler` use gradients as a scaled pass has left them, again and again."""
         self._is_unscaled |= update.by_scaler
         if self._scale is None or self._is_unscaled:
@@ -81,7 +79,7 @@ class LossScale(OptimizerCheck):
                 yield Finding("scaled", text)
         self._wants_sizes = not self._is_unscaled and self._bare.count < _IN_A_ROW
 
-    def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # the next pass begins anew
+    def after_update(self, update: Update) -> Findings:  # noqa: ARG002 # the next pass begins anew
         self._after_pass = ()
         self._scale = None
         return ()

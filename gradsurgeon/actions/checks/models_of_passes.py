@@ -1,6 +1,7 @@
-"""Tells which of several models in one backward pass a finding on its graph belongs to."""
+"""Tells which of several models in one backward pass a finding on its graph belongs to, and which models are alike."""
 
 import weakref
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -27,3 +28,11 @@ def is_elsewhere(text: str, starting: Pass) -> bool:
             return True
     _told.setdefault(root, set()).add(text)
     return False
+
+
+def twins(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the other models of the same class with parameters of the same shapes."""
+    shapes = [param.shape for param in root.parameters()]
+    for other in _live.instances(type(root)):
+        if other is not root and [param.shape for param in other.parameters()] == shapes:
+            yield other

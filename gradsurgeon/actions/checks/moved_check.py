@@ -1,12 +1,12 @@
 """Finds parameters that moved less, or more, than a rule says."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Update
 from gradsurgeon.tensors.sampling import by_device, differing, sample
 
 _TOO_FEW = (
@@ -38,7 +38,7 @@ class MovedCheck(Check):
         # Maps each parameter to the performed updates since then.
         self._updates: dict[int, int] = {}
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Findings:
         for index in update.indices:
             param = update.params.get(index)
             if index not in self._updates and param is not None and param.numel():
@@ -46,7 +46,7 @@ class MovedCheck(Check):
                 self._updates[index] = 0
         return ()
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
+    def after_update(self, update: Update) -> Findings:
         new = {}
         for index in update.indices:
             if index in self._first and index in update.params:
@@ -68,7 +68,7 @@ class MovedCheck(Check):
             self._updates[index] += took_place
         update.later(shares, partial(self._judge, update, indices))
 
-    def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Iterator[Finding]:
+    def _judge(self, update: Update, indices: Sequence[int], seen: Tensor) -> Findings:
         wrong: dict[int, float] = {}
         for index, share in zip(indices, seen.tolist(), strict=True):
             if index not in self._first:

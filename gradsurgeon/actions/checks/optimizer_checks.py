@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Findings, Pass, Update
 
 
 class Streak:
@@ -85,19 +85,19 @@ class Checks(Check):
                 check.owner = owner
         return self.owners[update.owner]
 
-    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         for check in self._looking(self.owners.values()):
             yield from check.before_pass(starting)
 
-    def after_pass(self, done: Pass) -> Iterator[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         for check in self._looking(self.owners.values()):
             yield from check.after_pass(done)
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         for check in self._looking([self.owner_of(update)]):
             yield from check.before_update(update)
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         owner = self.owner_of(update)
         for check in self._looking([owner]):
             yield from check.after_update(update)
@@ -108,7 +108,7 @@ class Checks(Check):
             for check in owner.checks:
                 check.close()
 
-    def at_end(self) -> Iterator[Finding]:
+    def at_end(self) -> Findings:
         for check in self.checks:
             yield from check.at_end()
 

@@ -1,19 +1,29 @@
 """Finds trained tensors outside of the model that no optimizer owns."""
 
+import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, owned_ids, param_ids
+from gradsurgeon.actions.checks.base import (
+    Check,
+    Finding,
+    Findings,
+    Pass,
+    Update,
+    owned_ids,
+    param_ids,
+)
+from gradsurgeon.actions.checks.models_of_passes import twins
 from gradsurgeon.common import _live
 from gradsurgeon.common._script import variable_of
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import sample
 
-# The passes at which tensors are noted, and looked at again.
+# The passes, or updates, at which tensors are noted, and looked at again.
 FIRST = 10
 SECOND = 30
 _OUTSIDE = (
@@ -26,27 +36,58 @@ _UNOWNED = (
 )
 
 
+# The models that have been told: one pass may go through the models of several sessions.
+_told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 class OutsideLeaves(Check):
-    """Looks at the tensors that two passes reach besides the parameters of the model."""
+    """Looks at the tensors that two passes reach besides the parameters of the model, or instead of them."""
 
     def __init__(self) -> None:
         self._passes = 0
+        self._updates = 0
         # With the first samples. Each leaf is held, so that no other leaf gets its id.
         self._noted: list[tuple[Tensor, Tensor]] = []
 
-    def after_pass(self, done: Pass) -> Iterator[Finding]:
-        self._passes += 1
-        if self._passes == FIRST:
-            self._noted = [*_reached(done)]
-        elif self._passes == SECOND and self._noted:
-            yield from self._unowned(done)
-            self._noted.clear()
+    @property
+    def waits_for(self) -> str:
+        return "before_pass" if self._updates in (FIRST, SECOND) else ""
 
-    def _unowned(self, done: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
+        """Look at the passes of two updates that reach nothing else, unless gradients wait for an update."""
+        if not self.waits_for or starting.graph is None:
+            return
+        leaves = [*starting.graph.leaves()]
+        is_apart = len(starting.unregistered()) == len(leaves)
+        if is_apart and not any(leaf.grad is not None and leaf.grad.any() for leaf in leaves):
+            for finding in self._look(starting, self._updates):
+                # A tensor of no module may be measured on purpose.
+                if finding.cause == "unowned-module":
+                    yield finding
+
+    def after_pass(self, done: Pass) -> Findings:
+        self._passes += 1
+        return self._look(done, self._passes)
+
+    def after_update(self, update: Update) -> Findings:  # noqa: ARG002 # of any optimizer
+        self._updates += 1
+        if min(self._passes, self._updates) > SECOND:
+            self._noted.clear()
+        return ()
+
+    def _look(self, moment: Pass, number: int) -> Findings:
+        if number == FIRST:
+            self._noted += _reached(moment)
+        elif number == SECOND and self._noted:
+            return self._unowned(moment)
+        return ()
+
+    def _unowned(self, moment: Pass) -> Findings:
+        """Yield findings on the leaves that have not moved since they were noted, and belong to no optimizer."""
         owned = set[int]().union(*map(owned_ids, _live.instances(Optimizer)))
-        own = owned.intersection(id(done.params[index]) for index in done.members)
+        own = owned.intersection(id(moment.params[index]) for index in moment.members)
         now = {}
-        for leaf, values in _reached(done):
+        for leaf, values in _reached(moment):
             if id(leaf) not in owned:
                 now[id(leaf)] = values
         still = {}
@@ -56,7 +97,9 @@ class OutsideLeaves(Check):
         held = set[int]()
         for root in _roots(still):
             held |= param_ids(root)
-            yield from _in_model(root, still, is_fact=_has_trained_twin(root, own))
+            if root not in _told:
+                _told.add(root)
+                yield from _in_model(root, still, is_fact=_has_trained_twin(root, own))
         for index, leaf in still.items():
             if index not in held:
                 yield Finding("outside", _OUTSIDE, names=(f"a tensor of shape {list(leaf.shape)}",))
@@ -83,15 +126,10 @@ def _roots(leaves: dict[int, Tensor]) -> list[nn.Module]:
 
 def _has_trained_twin(root: nn.Module, trained: set[int]) -> bool:
     """Tell whether trained parameters are of a model of the same class and shapes: this one may be its target network."""
-    shapes = [param.shape for param in root.parameters()]
-    for other in _live.instances(type(root)):
-        is_alike = [param.shape for param in other.parameters()] == shapes
-        if is_alike and trained.issuperset(param_ids(other)):
-            return True
-    return False
+    return any(trained.issuperset(param_ids(twin)) for twin in twins(root))
 
 
-def _in_model(root: nn.Module, leaves: dict[int, Tensor], *, is_fact: bool) -> Iterator[Finding]:
+def _in_model(root: nn.Module, leaves: dict[int, Tensor], *, is_fact: bool) -> Findings:
     """Yield a finding on the parameters of a model that are among some leaves."""
     variable = variable_of(lambda value: value is root)
     names: list[str] = []

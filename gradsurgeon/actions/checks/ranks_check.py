@@ -1,14 +1,14 @@
 """Finds ranks whose gradients or weights differ although they should be replicas of one another."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Replicas, Update
+from gradsurgeon.actions.checks.base import Check, Findings, Pass, Replicas, Update
 from gradsurgeon.actions.checks.replica_comparison import RankNumbers, ReplicaComparison
 from gradsurgeon.actions.checks.same_data import SameData, numbers_of
 from gradsurgeon.tensors import _numbers
@@ -38,11 +38,11 @@ class RanksCheck(Check):
         # The numbers of the data of the last pass.
         self._data: Tensor | None = None
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         self._data = numbers_of(done)
         return ()
 
-    def before_edits(self, update: Update) -> Iterable[Finding]:
+    def before_edits(self, update: Update) -> Findings:
         for replicas in update.replicas:
             # A closure may be evaluated away from the weights that ranks have in common.
             if update.has_moved or not _is_compared(replicas):
@@ -54,7 +54,7 @@ class RanksCheck(Check):
             update.later(values, partial(series.add, replicas, update.step))
         return ()
 
-    def at_end(self) -> Iterator[Finding]:
+    def at_end(self) -> Findings:
         for series in self._series.values():
             yield from series.close()
 
@@ -73,7 +73,7 @@ class _Series:
         self._comparison = ReplicaComparison(replicas.ranks, replicas.indices)
         self._same_data = SameData(replicas.ranks)
 
-    def add(self, replicas: Replicas, step: int, values: Tensor) -> Iterator[Finding]:
+    def add(self, replicas: Replicas, step: int, values: Tensor) -> Findings:
         """Add the row of an update of this rank."""
         row = _row(replicas.passes, step, values.T)
         # Without a store the ranks cannot be compared.
@@ -97,7 +97,7 @@ class _Series:
             del self._rows[oldest]
             self._replicas.pop(oldest, None)
 
-    def close(self) -> Iterator[Finding]:
+    def close(self) -> Findings:
         """Compare what the other ranks have sent so far."""
         with suppress(RuntimeError):
             if self._is_first:
@@ -122,7 +122,7 @@ class _Series:
             self._last[rank] = passes
         return True
 
-    def _compared(self, last: _Passes) -> Iterator[Finding]:
+    def _compared(self, last: _Passes) -> Findings:
         """Compare the rows up to some passes. A rank that skipped an update has no row for it."""
         for passes in sorted(self._rows):
             if passes > last:

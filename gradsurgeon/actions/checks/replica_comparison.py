@@ -1,13 +1,13 @@
 """Compares the numbers that ranks with the same parameters have measured at the same update."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Missed, Replicas
+from gradsurgeon.actions.checks.base import Finding, Findings, Missed, Replicas
 from gradsurgeon.tensors import _dist
 
 # Ranks may sum in another order: differences below this share of a norm are rounding.
@@ -118,7 +118,7 @@ class ReplicaComparison:
 
     def compare(
         self, own: RankNumbers, others: Mapping[int, RankNumbers], replicas: Replicas
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
         skipped = self._ranks_that_skipped(own, others)
         unknown = torch.full_like(own.numbers, torch.nan)
@@ -219,7 +219,7 @@ class ReplicaComparison:
                 del self._pending[rank, place]
         return faults
 
-    def _findings(self, cause: str, differences: Iterable[_Difference]) -> Iterator[Finding]:
+    def _findings(self, cause: str, differences: Iterable[_Difference]) -> Findings:
         """Yield one finding for all differences that have a remedy in common."""
         by_remedy: dict[tuple[int, str], list[_Difference]] = {}
         for difference in differences:

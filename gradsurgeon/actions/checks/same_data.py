@@ -1,11 +1,11 @@
 """Finds ranks that train on the same batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Pass
+from gradsurgeon.actions.checks.base import Finding, Findings, Pass
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.sampling import norms_and_sums
 
@@ -34,7 +34,7 @@ class SameData:
         self._ranks = ranks
         self._numbers: list[Tensor] = []
 
-    def compare(self, step: int, own: Tensor, others: Iterable[Tensor]) -> Iterator[Finding]:
+    def compare(self, step: int, own: Tensor, others: Iterable[Tensor]) -> Findings:
         """Compare the numbers of a step of the first rank with those of all others. Numbers that are not known are NaN."""
         for other in others:
             if not torch.equal(own, other):

@@ -1,7 +1,7 @@
 """Clips of the script by functions of torch, and those that come after an update or before a backward pass."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from gradsurgeon.actions.checks.base import Finding, Pass, Update, owned_ids
+from gradsurgeon.actions.checks.base import Finding, Findings, Pass, Update, owned_ids
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck, Streak
 from gradsurgeon.common._patching import Patch
 from gradsurgeon.common._script import running_lines
@@ -90,17 +90,17 @@ class ClipOrder(OptimizerCheck):
         if self.owner.looks:
             self._clips.append((clip, self._has_pass))
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         # Gradients that the script keeps feed the next update: their clip had an effect.
         if self._clips and not self._has_pass and starting.is_any(self.owner.sampled):
             self._clips = [(clip, True) for clip, _ in self._clips]
         return ()
 
-    def after_pass(self, done: Pass) -> Iterable[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         self._has_pass |= done.reaches(self.owner.indices)
         return ()
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         """Yield a finding if no clip came between pass and update."""
         ids = {index: id(param) for index, param in update.originals.items()}
         theirs = set()
@@ -123,13 +123,13 @@ class ClipOrder(OptimizerCheck):
             clipped = [index for index in ids if ids[index] in vain.ids]
             yield from _in_vain(vain, update, clipped)
 
-    def after_update(self, update: Update) -> Iterable[Finding]:  # noqa: ARG002 # the next pass begins anew
+    def after_update(self, update: Update) -> Findings:  # noqa: ARG002 # the next pass begins anew
         self._clips = []
         self._has_pass = False
         return ()
 
 
-def _in_vain(clip: Clip, update: Update, indices: Sequence[int]) -> Iterator[Finding]:
+def _in_vain(clip: Clip, update: Update, indices: Sequence[int]) -> Findings:
     sizes = sizes_of(update.grads, indices)
     bound = float(clip.bound)
     if not sizes:

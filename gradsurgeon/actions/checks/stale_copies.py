@@ -1,10 +1,9 @@
 """Finds copies of parameters that were made before the last updates, and are used after them."""
 
-from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, Update
 
 # Two networks that train in turn under one `autocast` may be an update behind.
 _BEHIND = 3
@@ -25,7 +24,7 @@ class StaleCopies(Check):
         self._newest = -1
         self._updates: list[int] = []
 
-    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         graph = starting.graph
         # A pass that was made earlier, or in another thread, is not compared: delayed gradients are older as a whole.
         if len(self._updates) == _LOOKED_AT or graph is None or graph.made <= self._newest:
@@ -42,7 +41,7 @@ class StaleCopies(Check):
         if indices:
             yield Finding("stale copy", _STALE.format(behind=_BEHIND), indices)
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
+    def after_update(self, update: Update) -> Findings:
         if len(self._updates) < _LOOKED_AT:
             update.when_known(partial(self._count, self._newest))
         return ()

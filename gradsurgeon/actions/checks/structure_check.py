@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, Update
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, Update
 from gradsurgeon.actions.checks.idle_settings import idle_attributes, idle_loads
 from gradsurgeon.actions.checks.loss_graph import LossGraph
 from gradsurgeon.actions.checks.structure_facts import StructureFacts
@@ -42,11 +42,11 @@ class StructureCheck(Check):
     def rests(self, method: str) -> bool:
         return method == "before_pass" and self._loss.is_over and self._facts.is_over
 
-    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         yield from self._loss.before_pass(starting)
         yield from self._facts.before_pass(starting)
 
-    def before_update(self, update: Update) -> Iterator[Finding]:
+    def before_update(self, update: Update) -> Findings:
         yield from self._loss.before_update(update)
         root = update.model.root()
         if root is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon.actions.checks.base import Check, Finding, Pass, owned_ids, param_ids
+from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, owned_ids, param_ids
 from gradsurgeon.common import _live
 
 # The passes at which tensors are noted, and looked for in the graph.
@@ -37,7 +37,7 @@ _PLAIN = (
 _COPIES = frozenset({"target", "teacher", "ema", "momentum", "old", "ref", "reference", "shadow"})
 
 
-def _shared_modules(root: nn.Module) -> Iterator[Finding]:
+def _shared_modules(root: nn.Module) -> Findings:
     """Yield modules with parameters that have several places in one list, and copies that are the original."""
     for path, parent in root.named_modules():
         # The names of each child, repeated ones included.
@@ -56,7 +56,7 @@ def _shared_modules(root: nn.Module) -> Iterator[Finding]:
         yield from _no_copy([name for name, value in [*variables.items()] if value is root])
 
 
-def _no_copy(names: Sequence[Any]) -> Iterator[Finding]:
+def _no_copy(names: Sequence[Any]) -> Findings:
     names = [*map(str, names)]
     copies = []
     for name in names:
@@ -80,7 +80,7 @@ class StructureFacts(Check):
     def is_over(self) -> bool:
         return self._passes >= _SECOND
 
-    def before_pass(self, starting: Pass) -> Iterator[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         self._passes += 1
         root = starting.model.root()
         if root is None or starting.graph is None:

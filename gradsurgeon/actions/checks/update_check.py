@@ -1,13 +1,13 @@
 """Finds parameters that do not move, and updates that make a weight non-finite."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradsurgeon.actions.checks.base import Finding, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, Update
 from gradsurgeon.actions.checks.dead_params import DeadParams
 from gradsurgeon.actions.checks.optimizer_checks import Checks, OptimizerCheck
 from gradsurgeon.actions.checks.outside_leaves import OutsideLeaves
@@ -55,9 +55,12 @@ class UpdateCheck(Checks):
     """Looks at weights right after an update: whether they moved, and whether they are finite."""
 
     def __init__(self) -> None:
-        super().__init__([OutsideLeaves()], Unmoved, DeadParams, ZeroGradients)
+        self._outside = OutsideLeaves()
+        super().__init__([self._outside], Unmoved, DeadParams, ZeroGradients)
 
     def rests(self, method: str) -> bool:
+        if self._outside.waits_for == method:
+            return False
         for owner in self.owners.values():
             for check in owner.checks:
                 if check.waits_for == method:
@@ -85,14 +88,14 @@ class Unmoved(OptimizerCheck):
     def waits_for(self) -> str:
         return "before_update" if self._suspects else ""
 
-    def before_update(self, update: Update) -> Iterable[Finding]:
+    def before_update(self, update: Update) -> Findings:
         for index in self._suspects.keys() & update.params.keys() & update.grads.keys():
             places = largest(update.grads[index])
             values = torch.take(update.params[index], places)
             self._tests[index] = (places, values, self._suspects.pop(index))
         return ()
 
-    def after_update(self, update: Update) -> Iterator[Finding]:
+    def after_update(self, update: Update) -> Findings:
         number = self.owner.updates + 1
         update.when_known(self._count)
         if self._tests:
@@ -129,7 +132,7 @@ class Unmoved(OptimizerCheck):
 
     def _judge(
         self, update: Update, indices: Sequence[int], span: int, broken: str, seen: Tensor
-    ) -> Iterator[Finding]:
+    ) -> Findings:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         nonfinite = []
         for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
@@ -143,7 +146,7 @@ class Unmoved(OptimizerCheck):
         if nonfinite:
             yield Finding("non-finite", broken, tuple(nonfinite))
 
-    def _causes(self, update: Update) -> Iterator[Finding]:
+    def _causes(self, update: Update) -> Findings:
         """Yield one finding for each cause for which parameters that should have moved did not."""
         waited = {}
         for index, (places, before, updates) in sorted(self._tests.items()):

@@ -1,14 +1,14 @@
 """Finds gradients that are exactly 0 in the first updates, and follows them once to the operation that made them 0."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon.actions.checks.base import Finding, LossSource, Pass, Update
+from gradsurgeon.actions.checks.base import Finding, Findings, LossSource, Pass, Update
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck
 from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.sampling import sample
@@ -75,14 +75,14 @@ class ZeroGradients(OptimizerCheck):
             self._handles.pop().remove()
         self._origins.clear()
 
-    def after_update(self, update: Update) -> Iterable[Finding]:
+    def after_update(self, update: Update) -> Findings:
         if self.owner.updates == 0:
             self._zero = [*update.groups]
         if self.owner.updates < FOLLOWED:
             self._zero = [index for index in self._zero if _is_zero(update, index)]
         return ()
 
-    def before_pass(self, starting: Pass) -> Iterable[Finding]:
+    def before_pass(self, starting: Pass) -> Findings:
         """Put hooks on the graph of a pass if it is the one that is followed. They only read, and wait for the device."""
         self.close()
         graph = starting.graph
@@ -93,7 +93,7 @@ class ZeroGradients(OptimizerCheck):
             self._handles = [node.register_hook(partial(self._see, node)) for node in graph.nodes()]
         return ()
 
-    def after_pass(self, done: Pass) -> Iterator[Finding]:
+    def after_pass(self, done: Pass) -> Findings:
         if not self._handles or done.graph is None:
             return
         # Maps an operation and a reason to the first node and the parameters.
@@ -114,7 +114,8 @@ class ZeroGradients(OptimizerCheck):
             if reason == _CAME or (reason == _PAIR and not zeros[1:]):
                 continue
             text = f"{{names}} get gradients of exactly 0: they become 0 in {name}, {reason}"
-            nodes = done.graph.nodes_after(node._sequence_nr() - 1, _MOST_NODES)  # noqa: SLF001 # no public name
+            before = node._sequence_nr() - 1  # noqa: SLF001 # no public name
+            nodes = done.graph.last_nodes(_MOST_NODES, [(0, before)])
             source = LossSource(nodes, 0)
             yield Finding("zero", text, tuple(indices), source=source, is_fact=reason in _FACTS)
 
@@ -149,13 +150,17 @@ def _reason(node: Any, grad: Tensor, got: Sequence[Tensor]) -> str:
         if operation in operations.split():
             found = reason
     is_constant = found == _PAIR and None in dict(node.next_functions)
-    # A hinge, or a bound on a part of the loss, has the gradient of a mean, if any; with weights, it is at its minimum.
     if getattr(node, "_saved_max", 0) is None:
         operation = "ClampMin"
-    is_hinge = found in (_BOUNDS, _OFF) and (
-        len({*sample(got[0]).tolist()}) <= _MOST_VALUES
-        or (operation in _LOWER and bool((got[0] >= 0).all()))
-    )
+    is_hinge = found in (_BOUNDS, _OFF) and _may_be_hinge(got[0], operation)
     if is_constant or is_hinge or not grad.numel():
         return _FACTOR
     return found
+
+
+def _may_be_hinge(grad: Tensor, operation: str) -> bool:
+    """Tell whether a gradient is as at a hinge, or at a bound on a part of the loss: of a mean, or at a minimum."""
+    values = {*sample(grad).tolist()}
+    # A mean pulls in one direction.
+    is_of_mean = len(values) <= _MOST_VALUES and min(values) * max(values) >= 0
+    return is_of_mean or (operation in _LOWER and bool((grad >= 0).all()))

@@ -42,6 +42,8 @@ def about(plan: Plan) -> dict[str, Any]:
         roles[rule.id] = {"role": role, "stats": list(getattr(rule, "stats", ()))}
         if role == "observe" and getattr(rule, "per", "") == "rule":
             roles[rule.id]["per"] = "rule"
+        if "steps" in rule.model_fields_set:
+            roles[rule.id]["steps"] = "some"
     files = [{"file": file, "text": text} for file, text in rules.files]
     return {
         "rules": {
