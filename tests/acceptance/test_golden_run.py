@@ -58,7 +58,9 @@ def test_a_run_without_shapes_cannot_tell_what_rules_would_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text('version: 1\nrules: [{action: clip-norm, params: "*", max_norm: 1.0}]\n')
+    rules.write_text(
+        'version: 1\nrules: [{id: clip, action: clip-norm, params: "*", max_norm: 1.0}]\n'
+    )
     assert main(["plan", str(rules), "--on", str(golden.GOLDEN)]) == 2
     assert "an earlier version recorded this run" in capsys.readouterr().err
 
