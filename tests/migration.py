@@ -29,7 +29,7 @@ class Row:
 
 def table() -> list[Row]:
     guide = (ROOT / "rules" / "guide" / "hooks.md").read_text(encoding="utf-8")
-    lines = guide.partition("| today |")[2].partition("\n\n")[0].splitlines()[2:]
+    lines = guide.partition("| today |")[2].strip().splitlines()[2:]
     return [_row(*(cell.strip() for cell in line.strip("|").split(" | "))) for line in lines]
 
 

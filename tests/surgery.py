@@ -126,5 +126,5 @@ def _word(action: str, setup: str) -> str:
     if setup == "tensor parallel" and action in OF_ROWS:
         return "acts (1)"
     if setup == "FSDP2" and action == OF_ROWS[0]:
-        return "acts (2)"
+        return "acts (1)"
     return "acts"
