@@ -110,8 +110,9 @@ def test_the_summary_of_a_session_holds_its_numbers(start: int) -> None:
     found = summary(session)
     text = found.text(width=100).splitlines()
     assert found.params == ("0.weight", "1.weight")
-    assert found.rules["norms"] == RuleInfo("norm-log", "observe", ("0.weight", "1.weight"))
-    assert found.rules["double"] == RuleInfo("scale", "edit", ())
+    logged = ("0.weight", "1.weight")
+    assert found.rules["norms"] == RuleInfo("norm-log", "observe", logged, has_all_steps=False)
+    assert found.rules["double"] == RuleInfo("scale", "edit", (), has_all_steps=False)
     assert f"on Sequential: steps {start}..{start + 2}, 0 events" in text[0]
     assert text[0].endswith("; requires_grad off: 1 parameter, largest 1.weight")
     assert found.remarks == ()
