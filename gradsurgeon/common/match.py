@@ -16,6 +16,7 @@ from typing import Any
 
 from gradsurgeon.errors import HintedError
 
+MODEL = "the model"  # what a message calls a model without a name
 _MAX_TEXT = 500
 _MAX_LIKELY = 1000  # names that difflib compares
 _MAX_LENGTH = 120  # characters of a name that difflib compares
@@ -248,10 +249,10 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     return near
 
 
-def suggest(text: str, names: Sequence[str]) -> str:
+def suggest(text: str, names: Sequence[str], model: str = MODEL) -> str:
     """Return a hint for a pattern that matches none of the names."""
     if not names:
-        return "the model has no names to match"
+        return f"{model} has no names to match"
     # The nearest known part in place of each part.
     known = sorted(set(".".join(names).split(".")))
     respelt = ".".join([*nearest(part, known, 1), part][0] for part in text.split("."))
@@ -263,4 +264,4 @@ def suggest(text: str, names: Sequence[str]) -> str:
     near = nearest(text, names)
     if near:
         return f"closest names: {', '.join(near)}"
-    return f"the model has {len(names)} names, such as {', '.join(names[:3])}"
+    return f"{model} has {len(names)} names, such as {', '.join(names[:3])}"

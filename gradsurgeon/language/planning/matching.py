@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gradsurgeon.actions import Rule, Where, in_order
 from gradsurgeon.common._grouping import names_of
-from gradsurgeon.common.match import compile_pattern, select, suggest
+from gradsurgeon.common.match import MODEL, compile_pattern, select, suggest
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import ROOT, Manifest, ModuleEntry, Param
 
@@ -53,11 +53,11 @@ class NameIndex:
                 matched[thing.name] = thing
         return matched
 
-    def _hint(self, text: str) -> str:
+    def _hint(self, text: str, model: str = MODEL) -> str:
         self._hints -= 1
         if self._hints < 0:
             return "the hint about the first patterns that match nothing may help here too"
-        return suggest(text, self._names)
+        return suggest(text, self._names, model)
 
     def select(self, rule: Rule) -> list[Thing]:
         wanted = self._matched(rule.patterns).keys() - self._matched(rule.exclude)
@@ -96,12 +96,14 @@ class NameIndex:
                     yield "", f"exclude {quoted(text)} also removes {shown}: the same {kind}"
             kept -= dropped.keys()
 
-    def no_match(self, rule: Rule) -> str:
+    def no_match(self, rule: Rule, models: Sequence[str] = (MODEL,)) -> str:
         matched = list(self._matched(rule.patterns).values())
         if not matched:
             texts = shorten_names(list(map('"{}"'.format, rule.patterns)))
-            hints = dict.fromkeys(map(self._hint, rule.patterns[:_MAX_HINTED]))
-            return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
+            first = printable(models[0])
+            hints = dict.fromkeys(self._hint(text, first) for text in rule.patterns[:_MAX_HINTED])
+            shown = printable(shorten_names(models))
+            return f"no {self.noun} of {shown} matches {texts}; {'; '.join(hints)}"
         text = (
             f"{len(matched)} {self.noun}s match{examples(matched)}, but `exclude` and `where` keep "
             "none of them"

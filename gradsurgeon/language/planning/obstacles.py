@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import LossRule, Rule
+from gradsurgeon.common.match import MODEL
 from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.language.planning.manifest import Manifest, Param
 from gradsurgeon.language.planning.matching import (
@@ -118,19 +119,18 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
             things += matchers[title].match(rule).things
         # The names of one model are enough for a hint.
         names = matchers[titles[0]].names[rule.target]
-        for shortfall in _shortfalls(rule, things, names):
-            text = complaint(rules, rule, shortfall)
-            if len(models) > 1:
-                shown = printable(shorten_names(titles))
-                text = text.replace("of the model matches", f"of {shown} matches")
-                text = text.replace("the model has", f"{printable(titles[0])} has")
-            complaints.append(text)
+        if len(models) == 1:
+            titles = [MODEL]
+        lacking = _shortfalls(rule, things, names, titles)
+        complaints += [complaint(rules, rule, shortfall) for shortfall in lacking]
     return complaints
 
 
-def _shortfalls(rule: Rule, matched: Sequence[Thing], names: NameIndex) -> Iterator[Obstacle]:
+def _shortfalls(
+    rule: Rule, matched: Sequence[Thing], names: NameIndex, models: Sequence[str] = (MODEL,)
+) -> Iterator[Obstacle]:
     if not matched and not rule.optional:
-        yield Obstacle("no-match", (rule.target,), names.no_match(rule))
+        yield Obstacle("no-match", (rule.target,), names.no_match(rule, models))
     if rule.expect is not None and rule.expect.params != len(matched):
         expected = count(rule.expect.params, "parameter")
         text = f"expected {expected}, matched {len(matched)}{examples(matched)}"
