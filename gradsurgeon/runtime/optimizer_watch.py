@@ -207,11 +207,13 @@ class OptimizerWatch:
         device.settle(limit=LIMIT)
         cause: StopReason | None = None
         # The device may have stopped the update before.
-        if not event_log.raised:
-            if device.begin(optimizer, update):
-                return
+        if not event_log.raised and not device.begin(optimizer, update):
             cause = self._training.step_starting(update)
+        params = self._context.parameters.params
         if update.overflowed is not None:
+            # A fused optimizer makes state in a step that it leaves out.
+            if self._context.acts and update.due.hidden_by:
+                update.hide(optimizer, params(update.due.hidden_by))
             return
         update.judged = True
         update.stopped = cause is not None
@@ -226,7 +228,7 @@ class OptimizerWatch:
         if update.stopped:
             update.skip(optimizer)
         elif update.hidden_by:
-            update.hide(optimizer, self._context.parameters.params(update.hidden_by))
+            update.hide(optimizer, params(update.hidden_by))
         if update.outcome is not None and update.outcome.for_traps:
             update.flag = LentFlag(optimizer, update.outcome.left_out)
         update.witness = first_with_gradient(optimizer)

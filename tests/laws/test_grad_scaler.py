@@ -259,6 +259,22 @@ def test_a_scaler_that_skips_for_other_parameters_leaves_the_row_of_a_trap_alone
     assert "tripped 2 times in a row" in results[3]
 
 
+@pytest.mark.parametrize("rules", [[], [TRAP | {"then": "skip-step"}]])
+def test_a_fused_optimizer_makes_no_state_for_what_is_frozen_in_an_overflow(
+    rules: list[Json],
+) -> None:
+    model, optimizer = make("AdamW fused")
+    scaler = cpu_scaler(2.0**16)
+    frozen = {"id": "frozen", "action": "freeze", "params": "0.bias"}
+    with attach(model, frozen, *rules, optimizer=optimizer, scaler=scaler):
+        scaled_step(scaler, optimizer, loss_of(model) * 1e38)
+        assert model[0].bias not in optimizer.state
+        assert model[0].bias.grad is not None
+        assert scaler.get_scale() == 2.0**15
+        scaled_step(scaler, optimizer, loss_of(model))
+    assert model[0].bias not in optimizer.state
+
+
 @pytest.mark.cell("GradScaler", "backward", refused="`sanitize`: the scaler must see its overflow")
 def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
     model, optimizer = make()
