@@ -113,9 +113,10 @@ class Report:
     @cached_property
     def loss_tables(self) -> list[Table]:
         """The tables of losses and learning rates."""
+        series = [*self.losses, *self.rates]
         from gradsurgeon.report.losses import loss_tables  # noqa: PLC0415 # needs numpy
 
-        return [table for table, _ in loss_tables([*self.losses, *self.rates])]
+        return [table for table, _ in loss_tables(series)]
 
     @property
     def rule_table(self) -> Table:
@@ -131,7 +132,7 @@ class Report:
     @cached_property
     def history(self) -> History:
         """The norms, read once; a `GradSurgeonError` says that numpy is missing."""
-        library("numpy", "report", "a report of recorded norms")
+        _needs_numpy()
         from gradsurgeon.report.history import History  # noqa: PLC0415 # needs numpy
 
         return History(of_lowest_ranks(self.series), self._kinds, self.params)
@@ -169,6 +170,7 @@ class Report:
     @cached_property
     def losses(self) -> list[LossSeries]:
         """What was recorded of losses: values, conflicts, and weights."""
+        _needs_numpy()
         from gradsurgeon.report.losses import losses_of  # noqa: PLC0415 # needs numpy
 
         return losses_of(self.series, set(self.params))
@@ -296,3 +298,7 @@ class Report:
         if self.start is not None:
             seen.append(self.start)
         return min(seen), max(seen)
+
+
+def _needs_numpy() -> None:
+    library("numpy", "report", "a report of recorded norms")
