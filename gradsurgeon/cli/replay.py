@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("the replay blames no operation: there is no place to open the debugger at")
     print(diagnosis)
     if arguments.rules is not None:
-        print("\n".join(_under_rules(arguments.bundle, model, arguments.rules)))
+        print(*_under_rules(arguments.bundle, model, arguments.rules), sep="\n")
     return 0
 
 

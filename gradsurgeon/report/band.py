@@ -42,6 +42,7 @@ class Outcome(NamedTuple):
         str
     ]  # the band, and how the run ended if the band does not say it; nothing for a session without a fault
     diagnosis: str  # the first finding of a trap or check
+    remarks: tuple[str, ...]  # all callouts, the faults that no event tells first
     callout_lines: list[
         str
     ]  # the faults that no event tells, then at most four lines of facts under their title
@@ -76,12 +77,13 @@ def outcome_of(
     if tally.traps:
         found += f"; {count(tally.traps, 'trap')} tripped"
     top = list(_top(band, ending, diagnosis))
+    remarks = (*faults, *facts)
     if len(facts) > _FACTS:
         facts[_FACTS - 1 :] = [f"and {len(facts) - _FACTS + 1:,} more"]
     lines = faults
     if facts:
         lines += ["facts:", *map("  {}".format, facts)]
-    return Outcome(band, top, diagnosis, lines, found)
+    return Outcome(band, top, diagnosis, remarks, lines, found)
 
 
 def _top(band: Band, ending: Ending | None, diagnosis: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -177,22 +177,20 @@ def _dead(tracks: Sequence[Track]) -> Iterator[tuple[str, str]]:
         is_inert_bias = _is_bias(track) and _module(track) in alive
         if is_zero and not is_inert_bias:
             zero.append(track)
-        step = track.zero_since
-        if step is None:
+        if track.zero_since is None:
             continue
         # A training that converges to nothing is next to 0 for a while. A layer that dies may pass through 1e-34 on its way.
-        before = track.finite_norms[track.finite_steps < step][-_DYING:]
+        before = track.finite_norms[track.finite_steps < track.zero_since][-_DYING:]
         has_shrunk = before.max(initial=0.0) * _FAR < track.first
         if not has_shrunk:
-            died.append((step, track))
+            died.append(track)
     yield "norm always exactly 0", _names(zero)
     if died:
-        died.sort(key=itemgetter(0))
-        steps, dead = zip(*died, strict=True)
-        since = f"step {steps[0]}"
-        if steps[-1] > steps[0]:
+        died.sort(key=attrgetter("zero_since"))
+        since = f"step {died[0].zero_since}"
+        if died[-1].zero_since != died[0].zero_since:
             since += " or later"
-        yield f"norm exactly 0 since {since}, and until the end", _names(dead)
+        yield f"norm exactly 0 since {since}, and until the end", _names(died)
 
 
 def _vanishing(tracks: Sequence[Track], others: Sequence[Track], kind: str) -> str:

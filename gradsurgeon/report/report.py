@@ -123,6 +123,8 @@ class Report:
         """What each rule did."""
         first, last = self.steps or (0, -1)
         updates = (last - first + 1) * max(1, len(self.ends))
+        # No update of a rank that ended earlier was missed.
+        updates -= sum(rank.behind for rank in self.progress)
         return rule_table(self.rules, self.statuses, self.events, updates)
 
     @property
@@ -191,8 +193,8 @@ class Report:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What stands out, a sentence each."""
-        return tuple(callout.text for callout in self.callouts)
+        """What stands out, a sentence each, faults first."""
+        return self.outcome.remarks
 
     @cached_property
     def callouts(self) -> tuple[Callout, ...]:

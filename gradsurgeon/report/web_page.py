@@ -4,6 +4,7 @@ import json
 import zlib
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -109,20 +110,20 @@ def page_data(run: StoredRun) -> dict[str, Any]:
             "trips": report.tally.trips,
             "findings": len(report.tally.findings) - report.tally.traps,
         }
-    notes = [*report.notes, *rank_lines(report.progress), report.frozen_note]
+    notes = filter(None, [*report.notes, *rank_lines(report.progress), report.frozen_note])
     first, left_out, last = shown_groups(report.events)
     return {
         "title": report.title,
         "folder": str(run.path),
         "ranks": len(report.ends),
         "about": {key: str(run.meta.get(key, "")) for key in _ABOUT},
-        "notes": list(filter(None, notes)),
+        "notes": list(notes),
         "band": outcome.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
         "observed": report.observed,
         "span": report.steps or [],
-        "callouts": list(report.remarks),
+        "callouts": report.remarks,
         "kinds": [_kind(report, kind) for kind in report.history.kinds],
         "nothing": report.norms_title,
         "losses": [line(loss.name, loss.steps, loss.values) for loss in report.tagged],
@@ -169,8 +170,7 @@ def _kind(report: Report, kind: str) -> dict[str, Any]:
     lines = []
     if kind == GRADIENT:
         wholes = history.gradients
-        texts = labels(wholes, len(report.params))
-        for text, whole in zip(texts, wholes, strict=True):
+        for text, whole in zip(labels(wholes, len(report.params)), wholes, strict=True):
             lines.append(line(text, whole.steps, whole.norms))
     elif kind == WHOLE:
         for track in tracks:
@@ -222,17 +222,7 @@ def _marks(events: Sequence[Event]) -> list[list[Any]]:
 
 
 def _event(group: EventGroup) -> dict[str, Any]:
-    event = group.first
-    return {
-        "kind": event.kind,
-        "rule": event.rule,
-        "name": event.name,
-        "message": event.message,
-        "step": event.step,
-        "repeated": group.repeated,
-        "ranks": group.on_ranks,
-        "diagnosis": event.diagnosis,
-    }
+    return {**asdict(group.first), "repeated": group.repeated, "ranks": group.on_ranks}
 
 
 def line(label: str, steps: Ints, values: Floats, *, lowest: bool = False) -> dict[str, Any]:

@@ -68,13 +68,13 @@ class Notices:
         context = self._context
         if not self._contributing:
             return
+        # Computed only if a rule is to be warned.
+        several = (index for index in done.indices if context.counters[index].passes > 1)
         if context.parameters.elsewhere is not None:
             # It adds gradients up and averages them outside of `.grad`.
-            several = [index for index in done.indices if context.counters[index].passes > 1]
             summed = done.indices if context.are_averaged else several
             self._warn_rules("engine", summed, _ENGINE)
         elif done.held and any(read(list(done.held.values()))):
-            several = [index for index in done.indices if context.counters[index].passes > 1]
             self._warn_rules("accumulation", several, _PASSES, of_losses=_CALLS)
         if done.averaging:
             averaged = context.ranks.averaged()

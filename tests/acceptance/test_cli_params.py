@@ -27,6 +27,21 @@ def small():
 def huge():
     return Transformer(80, 8192, 32768, 128256)
 """
+TRAIN = """
+import torch
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(2, 1)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+try:
+    for _ in range(3):
+        net(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+except Exception as error:
+    print(error)
+torch.save(net.state_dict(), "checkpoint.pt")
+"""
 RULES = """version: 1
 rules:
   - {id: flat, action: clamp, params: "*", where: {module_type: Linear}, at: step, min: -1, max: 1}
@@ -59,6 +74,14 @@ class TestParams:
         done = call("params", "--model", "net:small", "-o", "/dev/stdout", cwd=here)
         assert json.loads(done.stdout)["origin"] == "Transformer"
         assert Path("/dev/stdout").is_symlink()
+
+    def test_a_script_without_a_main_guard_trains_no_second_time(self, here: Path) -> None:
+        (here / "train.py").write_text(TRAIN)
+        done = call("params", "--model", "train:Net", "-o", "/dev/stdout", cwd=here)
+        assert json.loads(done.stdout)["origin"] == "Net"
+        told = "`train` trains when it is imported: stopped before its first update\n"
+        assert done.stderr.startswith(told)
+        assert not (here / "checkpoint.pt").exists()
 
 
 class TestPlan:

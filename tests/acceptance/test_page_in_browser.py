@@ -261,7 +261,8 @@ def test_a_chart_that_fails_takes_no_other_with_it(page: Any, tmp_path: Path) ->
 def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {"a": [1.0, 2.0, 3.0, math.nan]})
     again = "  to run the step again: gradsurgeon replay trap-step3-rank0 --model net:Net"
-    message = f"{MESSAGE.strip()}\n{again}"
+    tried = "  tried in the replay: with `clamp(min=0)` the outputs are finite"
+    message = f"{MESSAGE.strip()}\n{tried}\n{again}"
     writer.event(Event("trap", "no-nan", 3, 0, "a", message, DIAGNOSIS.to_json()))
     writer.close()
     open_page(page, tmp_path, tmp_path / "run")
@@ -277,6 +278,7 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
         ("at", "net.py:34 return hidden.sqrt()"),
         ("rows", "all in row 1 of 2, from row 7 of the input"),
         ("to try", "clamp with `clamp(min=0)`"),
+        ("tried in the replay", "with `clamp(min=0)` the outputs are finite"),
         ("cause", "mathematics; in float64 it is NaN as well"),
         ("certainty", "reproduced"),
         ("in", "input [2, 1] float32: -1 to 4"),
@@ -287,6 +289,31 @@ def test_the_diagnosis_of_a_trap_is_open(page: Any, tmp_path: Path) -> None:
     assert not page.get_by_text("> NaN").is_visible()
     page.get_by_text("the message as in the terminal").click()
     assert page.get_by_text("> NaN").is_visible()
+
+
+def test_of_many_magnitudes_the_last_are_shown_and_each_module_once(
+    page: Any, tmp_path: Path
+) -> None:
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    labels = ["a: aten.mm", "a: aten.mul", "a: aten.exp", "b: aten.mm", "aten.sum", "aten.div"]
+    history = [[label, place + 1] for place, label in enumerate(labels)]
+    told = page.evaluate("magnitudesOf", history)
+    assert told == "… → a: aten.mul 2 → aten.exp 3 → b: aten.mm 4 → aten.sum 5 → aten.div 6"
+    assert page.evaluate("magnitudesOf", history[:2]) == "a: aten.mm 1 → aten.mul 2"
+    assert page.evaluate("magnitudesOf", []) == ""
+
+
+def test_a_long_name_of_a_run_is_beside_its_colour(page: Any, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": 700, "height": 900})
+    runs = [tmp_path / f"{name}-{'long-name-' * 8}" for name in "ab"]
+    for run in runs:
+        write(run, {"a": [1.0, 2.0]}).close()
+    open_page(page, tmp_path, *runs)
+    cell = page.locator("section").first.locator("tbody td").first
+    colour = cell.locator(".swatch").bounding_box()
+    name = cell.get_by_role("button").bounding_box()
+    assert colour["x"] + colour["width"] <= name["x"]
+    assert name["y"] <= colour["y"] <= name["y"] + 20
 
 
 def test_a_diagnosis_without_some_keys_is_shown(page: Any, tmp_path: Path) -> None:

@@ -6,19 +6,18 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from operator import attrgetter
-from types import TracebackType
 from typing import Any
 
-from gradsurgeon.errors import ModelError, printable
+from gradsurgeon.errors import ModelError, printable, reason_of
 
 
 def load_model(spec: str, *, with_values: bool = False) -> Any:
     with redirect_stdout(sys.stderr):  # stdout has our answer
-        needed = (
+        with _failing(
             "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
-        )
-        with _failing(needed):
+        ):
             torch = importlib.import_module("torch")
         model = _target(spec)
         if callable(model) and not isinstance(model, torch.nn.Module):
@@ -35,29 +34,45 @@ def _failing(message: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 # user code raises anything
-        lines = traceback.format_exception(type(error), error, _of_user(error))
-        trace = "".join(lines).rstrip()
-        raise ModelError(f"{message}:\n{trace}") from None
+        trace = error.__traceback__
+        # The frames of this file come first.
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        lines = "".join(traceback.format_exception(type(error), error, trace))
+        raise ModelError(f"{message}:\n{lines.rstrip()}") from None
 
 
-def _of_user(error: BaseException) -> TracebackType | None:
-    """Return the traceback of an error without the frames of this file, which come first."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-        trace = trace.tb_next
-    return trace
+class _TrainsError(BaseException):
+    """A module of the user trains while it is imported. Its handlers of an ``Exception`` let this through."""
 
 
 def _target(spec: str) -> Any:
     name, _, path = spec.partition(":")
     if not name or not path or name.endswith(".py"):
-        example = "write MODULE:NAME, such as train.net:build"
-        raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    module = import_module(name)
+        raise ModelError(
+            f"`--model {printable(spec)}` names no model: write MODULE:NAME, such as train.net:build"
+        )
+    from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: PLC0415 # needs torch
+
+    # A script without a main guard would train again, and write over its files.
+    hook = register_optimizer_step_pre_hook(partial(_stop, name))
+    try:
+        module = import_module(name)
+    except _TrainsError as stopped:
+        sys.stderr.write(
+            f"`{printable(name)}` trains when it is imported: stopped before its first update\n"
+        )
+        module = stopped.args[0]
+    finally:
+        hook.remove()
     try:
         return attrgetter(path)(module)
     except AttributeError:
         raise ModelError(f"`{printable(name)}` has no `{printable(path)}`") from None
+
+
+def _stop(name: str, *_: object) -> None:
+    raise _TrainsError(sys.modules[name])
 
 
 def import_module(name: str) -> Any:
@@ -75,6 +90,6 @@ def _built_without_values(torch: Any, build: Any) -> Any:
         with torch.device("meta"):
             return build()
     except Exception as error:  # noqa: BLE001 # many errors are possible without values
-        reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
+        reason = f"{type(error).__name__}: {reason_of(error)[:200]}"
     sys.stderr.write(f"cannot build it on the meta device ({reason}): building it with values\n")
     return build()

@@ -156,19 +156,27 @@ class Models:
         else:
             yield f"gradsurgeon: no rule acted: {where}; rules act on the parameters of a torch.nn.Module"
 
-    def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> list[str]:
+    def _header(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> Iterator[str]:
         params = model.owned | param_ids(model.module())
-        owners = [
-            type(optimizer).__name__
-            for optimizer in optimizers
-            if not params.isdisjoint(map(id, params_of(optimizer)))
-        ]
-        lines = list(header(model.attachment.plan, list(dict.fromkeys(owners)), model.start))
+        held = set[int]()
+        owners = {}
+        for optimizer in optimizers:
+            updated = params.intersection(map(id, params_of(optimizer)))
+            if updated:
+                held |= updated
+                owners[type(optimizer).__name__] = optimizer
+        words = ""
+        if owners:
+            words = f"updated by {' and '.join(owners)}"
+            number = len(held & model.owned)
+            # A model that is sharded later shows other parameters.
+            if 0 < number < len(model.owned):
+                words = f"{count(number, 'parameter')} {words}"
+        yield from header(model.attachment.plan, words, model.start)
         if self.settings.observe:
-            lines.append("  observing only: nothing is edited")
+            yield "  observing only: nothing is edited"
         if model.record is not None:
-            lines.append(f"  records: {printable(str(model.record))}")
-        return lines
+            yield f"  records: {printable(str(model.record))}"
 
     def _replace_parts(self, root: nn.Module) -> int:
         """Remove the rules from the parts of a larger model, and return the step at which it continues."""

@@ -35,15 +35,15 @@ def prepare() -> None:
         importlib.import_module("gradsurgeon.report.rate_facts")
 
 
-def header(plan: Plan, optimizers: Sequence[str], start: int) -> Iterator[str]:
+def header(plan: Plan, updated: str, start: int) -> Iterator[str]:
     """Yield the lines on a model and its rules."""
     path = os.path.relpath(plan.rules.file)
     facts = [
         count(len(plan.manifest.params), "parameter"),
         count(plan.manifest.elements, "element"),
     ]
-    if optimizers:
-        facts.append(f"updated by {' and '.join(optimizers)}")
+    if updated:
+        facts.append(updated)
     if start:
         facts.append(f"from step {start}")
     yield f"gradsurgeon: {printable(path)} on {plan.subject} ({', '.join(facts)})"
@@ -79,11 +79,12 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     plan = attachment.plan
     statuses = attachment.status()
     fired = {rule_id for rule_id, status in statuses.items() if status.fired}
-    if not fired and attachment.context.refusals.over:
-        return  # a line has said so
-    if not fired and not attachment.controller.has_gradients:
-        yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
-        return
+    if not fired:
+        if attachment.context.refusals.over:
+            return  # a line has said so
+        if not attachment.controller.has_gradients:
+            yield f"gradsurgeon: {plan.subject}: no gradient arrived, so no rule acted on it"
+            return
     updates = attachment.step - start
     text = f"gradsurgeon: {plan.subject}, {count(updates, 'step')}"
     if start:

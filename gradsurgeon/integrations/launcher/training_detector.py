@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,6 +27,7 @@ from gradsurgeon.integrations.launcher.script_end import ScriptEnd
 from gradsurgeon.integrations.launcher.settings import Settings
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.runtime import registry
+from gradsurgeon.runtime.running_steps import params_of
 from gradsurgeon.tensors import _backward_calls
 from gradsurgeon.tensors._backward_calls import BackwardCall
 
@@ -147,10 +147,7 @@ class TrainingDetector:
             first()
 
     def _search(self, optimizer: Optimizer) -> None:
-        # A wrapper that skips the constructor of its base may have no groups.
-        params: list[Tensor] = []
-        for group in getattr(optimizer, "param_groups", ()):
-            params += group["params"]
+        params = params_of(optimizer)
         known = self._sizes.get(optimizer)
         if known == len(params) or (known is not None and is_inside_engine(optimizer)):
             return

@@ -172,7 +172,7 @@ function beside(axis) {
   const part = section("Runs"), paint = (index) => `curve-${index % 10}`;
   const last = (run) => (run.losses.length ? shown(run.losses[0].values.at(-1)) : "-");
   const cells = (run, index) => [
-    element("span", {}, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
+    element("span", { class: "run" }, swatch(`var(--${paint(index)})`), button(short(nameOfRun(run)), () => show(index), { "aria-pressed": index === current.index, title: run.folder })),
     element("span", { class: `kind ${levelOf(run)}` }, run.ended ? short(run.ended.words, 200) : "?"),
     String(run.ended ? run.ended.trips : 0), String(run.ended ? run.ended.findings : 0), last(run), run.span.length ? run.span[1].toLocaleString("en") : "-"];
   part.append(table({ head: ["run", "ended", "traps", "findings", "last loss", "last step"], rows: data.runs.map(cells) }));

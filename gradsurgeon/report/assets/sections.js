@@ -1,7 +1,7 @@
 "use strict";
 // Parts that few runs have: the diagnosis of a trap, the gradients of several losses, and histograms.
 
-const INDICES = 8;
+const INDICES = 8, OPERATIONS = 5;
 
 /** Writes indices after their noun, the first of many. */
 function numbered(noun, indices) {
@@ -26,21 +26,33 @@ function tensorOf({ name, shape, dtype, low, high, nan, inf, minus_inf: minus, n
   return `${name === "self" ? "input" : name} [${shape.join(", ")}] ${dtype}: ${texts.join(", ") || "empty"}`;
 }
 
+/** Writes the largest magnitudes up to the fault: the last of many operations, and each module once. */
+function magnitudesOf(history) {
+  const last = history.slice(-OPERATIONS), cutOf = (label) => label.lastIndexOf(": ") + 1, moduleOf = (label) => label.slice(0, cutOf(label));
+  const texts = last.map(([label, value], at) => {
+    const isSame = at > 0 && moduleOf(last[at - 1][0]) === moduleOf(label);
+    return `${isSame ? label.slice(cutOf(label)).trim() : label} ${shown(value)}`;
+  });
+  return (history.length > OPERATIONS ? "… → " : "") + texts.join(" → ");
+}
+
 /** Lays out a diagnosis by its keys: where, which rows, what to try, why, and the numbers that say so. */
 function diagnosisOf(found, message) {
-  // The message names the model of the script.
+  // The message names the model of the script, and says why a remedy could not be tried.
   const [, again] = message.match(/to run the step again: (.*)/) || [null, found.bundle && `gradsurgeon replay ${found.bundle} --model MODULE:BUILD`];
+  const [, tried] = message.match(/^ *tried in the replay: (.*)/m) || [];
   // Runs of earlier states have fewer keys.
   const { evidence = [], reasons = [], inputs = [], outputs = [], history = [] } = found;
   const rows = [
     ["at", found.file && element("span", {}, `${found.file}:${found.line} `, element("code", {}, short(found.code || "", 200)))],
     ["rows", found.rows && rowsOf(found.rows)],
     ["to try", found.remedy && element("strong", {}, found.remedy)],
+    ["tried in the replay", tried],
     ["cause", found.cause && [found.cause, ...evidence].join("; ")],
     ["certainty", [found.certainty, ...reasons].join("; because ")],
     ...inputs.map((tensor) => ["in", tensorOf(tensor)]),
     ...outputs.map((tensor) => [found.op ? "out" : "is", tensorOf(tensor)]),
-    ["largest before", history.map(([label, value]) => `${label} ${shown(value)}`).join(" → ")],
+    ["largest before", magnitudesOf(history)],
     ["before", found.before],
     ["again", again],
   ].filter(([, content]) => content);
