@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -14,6 +15,7 @@ from gradsurgeon.actions._effects import At, ByNorm, Edit, refuse_divided
 from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.actions._ramps import NumberFrom0, fixed
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.match import compile_pattern
 
 if TYPE_CHECKING:
@@ -185,10 +187,7 @@ class ClipNorm(EditRule):
     def _clip_units_(self, grads: Sequence[Tensor], names: Sequence[str], step: int) -> None:  # noqa: ARG002 # alike for all
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
-        alike: dict[object, list[Tensor]] = {}
-        for grad in grads:
-            alike.setdefault((grad.device, grad.dtype), []).append(grad)
-        for group in alike.values():
+        for group in grouped(grads, attrgetter("device", "dtype")).values():
             norms = [_norms_of_units(grad) for grad in group]
             whole = torch.cat([norm.flatten() for norm in norms])
             parts = _factors(whole, fixed(self.max_norm)).split_with_sizes(

@@ -36,7 +36,12 @@ class Above(Options):
     ] = None
     percentile: Annotated[
         float | None,
-        Field(gt=0, lt=100, description="A spike is above this percentile of the last norms."),
+        Field(
+            ge=1,
+            lt=100,
+            description="A spike is above this percentile of the last norms.",
+            examples=[99],
+        ),
     ] = None
     norm: Annotated[float | None, Field(gt=0, description="A spike is above this norm.")] = None
     beta: Annotated[

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def _files(paths: Sequence[str]) -> Iterator[str]:
-    """Yield the files of tests, each once."""
+def _files(paths: Sequence[str]) -> dict[str, None]:
+    """Return the files of tests, each once."""
     found: dict[str, None] = {}
     for path in paths:
         files = [path]
@@ -73,7 +73,7 @@ def _files(paths: Sequence[str]) -> Iterator[str]:
         if not files:
             raise GradSurgeonError(f"there is no file *{SUFFIX} in {printable(path)} or below")
         found |= dict.fromkeys(files)
-    yield from found
+    return found
 
 
 def _write_junit(path: Path, results: dict[str, list[Result]]) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from operator import itemgetter
 from typing import Any
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.errors import HintedError
 
 MODEL = "the model"  # what a message calls a model without a name
@@ -44,6 +45,9 @@ _GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
 
 # Rows of a tensor, as Python writes them.
 _ROWS = re.compile(r"(.+)\[(-?[0-9]*:-?[0-9]*)\]")
+# One row, or a set of digits in a glob.
+_ROW = re.compile(r"(.+)\[(-?[0-9]{1,18})\]")
+_MASK = 'write "{}" with `action: mask, rows: "{}"` if these are the rows that train'
 _RANGE = re.compile(r"([0-9]+)\.\.([0-9]+)")
 _BRACES = re.compile(r"(\{[^{}]*\})")
 _SET = re.compile(r"\[!?+[^]]+\]")
@@ -83,11 +87,7 @@ def compile_pattern(text: str) -> Pattern:
     rows = _ROWS.fullmatch(text)
     if rows is not None:
         message = f"a pattern names whole tensors, and `[{rows[2]}]` is a part of one"
-        raise PatternError(
-            message,
-            f'write "{rows[1]}" with `action: mask, rows: "{rows[2]}"` '
-            "if these are the rows that train",
-        )
+        raise PatternError(message, _MASK.format(*rows.groups()))
     for char in text:
         if char in "^$()|+\\":
             hint = 'regular expressions are written "re:..."'
@@ -232,9 +232,7 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     >>> nearest("model.layer.*.up", ["model.layers.0.up", "model.layers.1.up", "head"], 1)
     ['model.layers.*.up']
     """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    groups = grouped(names, partial(_NUMBER.sub, "*"))
     # difflib is slow, and needs no more to find what is meant.
     folded = {
         group[:_MAX_LENGTH].casefold(): group for group in itertools.islice(groups, _MAX_LIKELY)
@@ -253,6 +251,9 @@ def suggest(text: str, names: Sequence[str], model: str = MODEL) -> str:
     """Return a hint for a pattern that matches none of the names."""
     if not names:
         return f"{model} has no names to match"
+    row = _ROW.fullmatch(text)
+    if row and row[1] in names:
+        return _MASK.format(row[1], f"{row[2]}:{int(row[2]) + 1 or ''}")
     # The nearest known part in place of each part.
     known = sorted(set(".".join(names).split(".")))
     respelt = ".".join([*nearest(part, known, 1), part][0] for part in text.split("."))

@@ -1,7 +1,6 @@
 """Why an operation returned non-finite numbers: it is repeated alone, in several ways, on the same inputs."""
 
 import re
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -57,6 +56,7 @@ _FORWARD = {
     _ATTENTION: "a query may attend to nothing: let it attend to one position",
     r"nllloss.*|crossentropyloss.*": "no target counts, so the mean is 0 / 0: skip the batch",
     r"binarycrossentropy": "use `binary_cross_entropy_with_logits` of the logits",
+    r"logdet": "the determinant is not positive: use `torch.linalg.slogdet`, or add `eps * torch.eye(n)` to a singular matrix",
     _SINGULAR: "the matrix is singular: add `eps * torch.eye(n)` to it",
     r"mul|addcmul": "0 times an infinity is NaN: use `where` instead of multiplying by a mask",
     r"add|sub|rsub|sum|cumsum|addmm|mm|bmm|baddbmm|matmul": "infinities of both signs met: mask later",
@@ -88,6 +88,7 @@ _OVERFLOW = {
     rf"{_ATTENTION}|(log)?softmax": "queries and keys have grown: normalize them",
     _SUM: "the sum, or the squares in it, are too large: scale the input down",
 }
+_TABLES = {"overflow": [_OVERFLOW], "mathematics": [_BACKWARD, _FORWARD]}
 _ADVICE = {
     "overflow": "the values are too large for the format: find out why they grow",
     "mathematics": "the operation has no finite result for these numbers in any format: guard its inputs",
@@ -127,9 +128,7 @@ def cause_of_call(call: Call, index: int, node: str = "", *, lost: str = "") -> 
     advice = judged.advice
     # The remedies clamp, which complex numbers cannot.
     if not any(tensor.is_complex() for tensor in call.tensors):
-        remedy = remedy_for(judged.fault, call.name, node)
-        if remedy:
-            advice = remedy
+        advice = remedy_for(judged.fault, call.name, node) or advice
     if judged.wider:
         advice += f", or run it in {judged.wider}"
     return replace(judged, advice=advice)
@@ -261,11 +260,8 @@ def _largest(tensor: Tensor) -> float:
 
 def remedy_for(fault: Fault, operation: str, node: str = "") -> str:
     """Return the remedy for an operation, or for the operation whose derivative the node computes."""
-    tables: Mapping[str, Sequence[tuple[Mapping[str, str], str]]] = {
-        "overflow": [(_OVERFLOW, operation)],
-        "mathematics": [(_BACKWARD, node), (_FORWARD, operation)],
-    }
-    for table, name in tables.get(fault, ()):
+    for table in _TABLES.get(fault, ()):
+        name = node if table is _BACKWARD else operation
         stem = name.rpartition(".")[2].partition("Backward")[0]
         key = stem.replace("_", "").lower()
         for names, remedy in table.items():

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from gradsurgeon.common.diagnosis import Cause, Line
-from gradsurgeon.forensics.cause import cause, cause_of_call
+from gradsurgeon.forensics.cause import cause, cause_of_call, remedy_for
 from gradsurgeon.forensics.operations import (
     Call,
     Kind,
@@ -59,6 +59,7 @@ _PASSED = (
     "the script itself passes NaN to {}: {}, which it holds or has just made (an attribute, a global, a constant, an "
     "array of numpy)"
 )
+_NEGATIVE = "a determinant below 0 has no logarithm, and rounding can make that of a singular matrix negative"
 # These buffers are no masks.
 _STATISTICS = ("running_mean", "running_var")
 # The inputs of these may hold minus infinity.
@@ -234,6 +235,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return replace(first, intended=False)
 
     def _birth(self, call: Call, output: Tensor, index: int) -> NonfiniteSource:
+        before = [*self._history][-1:]
+        if call.stem == "scalar_tensor" and "slogdet" in str(before):
+            # `torch.logdet` is made of others, and writes NaN itself.
+            call = replace(call, func=torch.ops.aten.logdet.default)
         node = _torch.current_node()
         node_name = ""
         if node is not None:
@@ -274,7 +279,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return NonfiniteSource(when, diagnosis, constant=where == "forward" and not trained)
 
     def _cause_in_script(self, call: Call) -> Cause | None:
-        """Return the cause of a NaN that the script itself has passed."""
+        """Return the cause of a NaN that the script itself, or `torch.logdet`, has passed."""
+        if call.stem == "logdet":
+            return cause("mathematics", _NEGATIVE, advice=remedy_for("mathematics", call.name))
         passed = []
         for name, tensor in call.named():
             is_own = self.memory.known_about(call.passed(tensor)).made

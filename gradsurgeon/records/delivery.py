@@ -7,10 +7,12 @@ import os
 import threading
 import time
 from array import array
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from statistics import median
 
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.common.events import Event
 from gradsurgeon.common.match import compile_pattern, select
 from gradsurgeon.errors import reason_of
@@ -209,10 +211,7 @@ class Delivery(Outlet):
             most = max(_MOST_ROWS, _MORE_ROWS - self._sent)
         self._sent += min(len(rows), most)
         steps = max(1, math.ceil(len(rows) / most))
-        by_key = defaultdict(list)
-        for row in rows:
-            by_key[row.key].append(row)
-        for of_key in by_key.values():
+        for of_key in grouped(rows, attrgetter("key")).values():
             for start in range(0, len(of_key), steps):
                 yield max(of_key[start : start + steps], key=weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -74,10 +75,10 @@ class NormEdit(Effect):
         if by_norm.group is None:
             yield indices, _numbers.over(norms, by_norm.order)
             return
-        groups: dict[str, list[int]] = {}
+        groups = defaultdict(list)
         for position, index in enumerate(indices):
             group = by_norm.group(self.context.names[index])
-            groups.setdefault(group, []).append(position)
+            groups[group].append(position)
         for positions in groups.values():
             shared = norms[_torch.integers(tuple(positions), norms.device)]
             members = [indices[position] for position in positions]

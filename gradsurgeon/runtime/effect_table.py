@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -101,14 +102,14 @@ def effects_of(context: Context, plan: Plan) -> Effects:
 
 
 def _all_effects(context: Context, plan: Plan, effects: Sequence[Effect]) -> Effects:
-    by_name: dict[str, list[Effect]] = {}
+    by_name = defaultdict(list)
     tags = []
     for effect in effects:
         rule = effect.rule
         matched = plan.of(rule.id)
         if rule.target == "modules":
             for binding in matched:
-                by_name.setdefault(binding.name, []).append(effect)
+                by_name[binding.name].append(effect)
             if matched and isinstance(rule, LossRule) and rule.edits:
                 _trust_passes(effects)
         elif rule.target == "tensors" and matched and not rule.judges_losses:

@@ -1,5 +1,6 @@
 """What an engine of DeepSpeed changes for the rules: it keeps gradients, and float32 copies of weights, apart from the model."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from gradsurgeon.distributed.deepspeed_engine import UPDATE, Engine, EngineWatch
@@ -79,12 +80,12 @@ def _meet(controller: Controller, engine: Engine) -> StepCounter | None:
 def _refuse(context: Context, effects: Effects, engine: Engine) -> None:
     """Refuse rules that cannot act under an engine. Traps of a pack only warn instead of skipping."""
     effects.let_skips_warn(_NO_SKIP)
-    refused: dict[str, list[str]] = {}
+    refused = defaultdict(list)
     on_params = effects.on_params("accumulated", "step", "updated")
     for effect in dict.fromkeys([*on_params, *effects.traps]):
         why = next(_obstacles(effect, engine), "")
         if why:
-            refused.setdefault(why, []).append(effect.rule.id)
+            refused[why].append(effect.rule.id)
     for why, rules in refused.items():
         context.refusals.refuse_rules(rules, why)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,14 +104,14 @@ class LossEffect(Effect):
         return weights if self.combines else {}
 
     def _compare(self, due: DueLossRule, per: str, given: Contributions) -> None:
-        parts: dict[str, list[Tensor]] = {}
+        parts = defaultdict(list)
         for index, param in due.params.items():
             part = ""
             if per != "rule":
                 part = self.context.names[index]
             if per == "module":
                 part = part.rpartition(".")[0]
-            parts.setdefault(part, []).append(param)
+            parts[part].append(param)
         compared: dict[str, tuple[float, float]] = {}
         for part, params in parts.items():
             prefix = f"{part}:" if part else ""

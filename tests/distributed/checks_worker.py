@@ -14,10 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD
 from worker import work
 
+from gradsurgeon.actions.checks import ranks_check
 from gradsurgeon.records import shared_rows
 
-# The rank that ends first waits so long for rows of shards that the others have: they end later.
+# The rank that ends first waits so long for rows that the others have: they end later.
 shared_rows.LIMIT = 0.5
+ranks_check.LIMIT = 0.5
 
 
 def sharded_at_rest(job: Job) -> None:

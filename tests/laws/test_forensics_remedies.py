@@ -63,6 +63,12 @@ CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
         False,
         "torch.eye",
     ),
+    "logarithm of a negative determinant": (
+        lambda x: x * torch.logdet(torch.tensor([-1.0, 1.0, 1.0, 1.0]).diag() + (x.T @ x) * 0),
+        "aten.logdet",
+        False,
+        "torch.linalg.slogdet",
+    ),
     "equal eigenvalues": (
         lambda x: x @ torch.linalg.eigh(torch.eye(4) + (x.T @ x) * 0)[1],
         "aten.div_",

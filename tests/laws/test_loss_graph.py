@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import gradsurgeon
 
 RULE: Json = {"id": "structure", "action": "check-structure", "params": "*"}
+UPDATES: Json = {"id": "updates", "action": "check-update", "params": "*"}
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
 TARGET = torch.linspace(0.1, 0.9, 6)
 
@@ -257,12 +258,15 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Callable[[Tensor], Tensor]]] =
 
 
 def findings(
-    make: Callable[[], nn.Module], loss: Callable[[Tensor], Tensor], steps: int = 6
+    make: Callable[[], nn.Module],
+    loss: Callable[[Tensor], Tensor],
+    steps: int = 6,
+    rules: tuple[Json, ...] = (RULE,),
 ) -> list[gradsurgeon.Event]:
     torch.manual_seed(0)
     model = make()
     optimizer = sgd(model, 0.01)
-    with gradsurgeon.apply(model, rule_file(RULE), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer) as session:
         for _ in range(steps):
             take_step(optimizer, loss(model(torch.randn(6, 4))))
         return session.events
@@ -279,6 +283,18 @@ def test_a_loss_that_does_not_fit_together_is_found_once_with_its_line(name: str
     assert text in check.message
     assert (line.kind, line.step) == ("notice", step)
     assert f": {__file__}:" in line.message
+
+
+@pytest.mark.parametrize(
+    ("rules", "kinds"),
+    [((RULE, UPDATES), ["check", "notice"]), ((UPDATES,), ["fact"])],
+    ids=["of the graph and of updates", "of updates"],
+)
+def test_a_softmax_of_one_number_is_told_by_one_check(
+    rules: tuple[Json, ...], kinds: list[str]
+) -> None:
+    make, loss, _ = FAULTY["softmax of one logit"]
+    assert [event.kind for event in findings(make, loss, 16, rules)] == kinds
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

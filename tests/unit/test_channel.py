@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradsurgeon.actions.checks.base import Replicas
+from gradsurgeon.actions.checks.base import Finding, Replicas
 from gradsurgeon.actions.checks.ranks_check import _Series
 from gradsurgeon.distributed import votes
 from gradsurgeon.distributed.ranks import SKIP
@@ -251,6 +251,37 @@ def test_replicas_leave_nothing_behind(
     # The last row is compared, though its batch is not complete.
     assert len(found) == 1
     assert key_count() == before
+
+
+@pytest.mark.usefixtures("job")
+def test_the_rows_of_a_rank_that_ends_later_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    series = []
+    for rank in (0, 1):
+        monkeypatch.setattr(_job_store, "connect", partial(connection, rank))
+        series.append(_Series(Replicas("key", [0], (0, 1), (0, 0)), "replicas/1"))
+    replicas = Replicas("key", [0], (0, 1), (1, 0), promised=True)
+
+    def update(rank: int) -> list[Finding]:
+        values = [[1.0 + rank, 1.0, 1.0, 1.0], [float(rank), 0.0, 0.0, 0.0]]
+        return [*series[rank].add(replicas, 0, torch.tensor(values))]
+
+    take = Channel.take
+
+    def behind(channel: Channel, senders: Sequence[int]) -> list[Any] | None:
+        """Let rank 1 go on only when rank 0 has found nothing of it."""
+        messages = take(channel, senders)
+        if messages is None and ended and not channel.is_over:
+            ended.clear()
+            update(1)
+            assert [*series[1].close()] == []
+        return messages
+
+    monkeypatch.setattr(Channel, "take", behind)
+    ended: list[bool] = []
+    assert update(0) == []
+    ended.append(True)
+    (finding,) = series[0].close()
+    assert "ranks 0, 1 differ in the gradients" in finding.text
 
 
 def test_questions_make_no_connections_and_notice_the_end_of_the_host(

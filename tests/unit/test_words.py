@@ -14,6 +14,7 @@ from small import rule_file
 
 import gradsurgeon
 from gradsurgeon.actions import _synonyms, check_rule
+from gradsurgeon.common import match
 from gradsurgeon.integrations.launcher import command
 
 CASES = report_cases.read(Path(__file__).parents[1] / "cases" / "words.yaml")
@@ -74,6 +75,16 @@ def test_rows_in_a_pattern_lead_to_a_mask() -> None:
     # `freeze` names rows that stay, and `rows` those that train.
     assert text.endswith("if these are the rows that train")
     gradsurgeon.load(rule_file({"action": "mask", "params": "emb.weight", "rows": ":15"}))
+
+
+@pytest.mark.parametrize(("row", "rows"), [("15", "15:16"), ("-1", "-1:"), ("-3", "-3:-2")])
+def test_a_row_in_a_pattern_leads_to_a_mask_where_that_is_no_glob(row: str, rows: str) -> None:
+    names = ["emb.weight", "h1", "h5"]
+    answer = match.suggest(f"emb.weight[{row}]", names)
+    assert answer.startswith(f'write "emb.weight" with `action: mask, rows: "{rows}"`')
+    gradsurgeon.load(rule_file({"action": "mask", "params": "emb.weight", "rows": rows}))
+    # In a glob it is a set of characters.
+    assert match.select([match.compile_pattern("h[15]")], names) == [1, 2]
 
 
 def test_a_wrong_key_of_a_ramp_is_no_key_of_a_rule() -> None:

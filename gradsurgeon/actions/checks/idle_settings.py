@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -94,7 +95,7 @@ def idle_loads(root: nn.Module, *, has_updated: bool) -> Findings:
 def idle_attributes(root: nn.Module, update: Update) -> Findings:
     """Yield the attributes that are meant to freeze or to train parameters, and do not."""
     owned = owned_ids(update.optimizer)
-    names: dict[str, list[str]] = {}
+    names = defaultdict(list)
     for name, holder in [*root.named_modules(), *root.named_parameters()]:
         if _ATTRIBUTES.isdisjoint(vars(holder)):
             continue
@@ -109,6 +110,6 @@ def idle_attributes(root: nn.Module, update: Update) -> Findings:
             matters = value or not owned.isdisjoint(map(id, params))
             if is_against and matters:
                 text = _ATTRIBUTE.format(attribute=attribute, value=value, state=_STATES[value])
-                names.setdefault(text, []).append(name or type(holder).__name__)
+                names[text].append(name or type(holder).__name__)
     for text, holders in names.items():
         yield Finding("attribute", text, names=tuple(holders))

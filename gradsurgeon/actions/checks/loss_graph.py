@@ -59,8 +59,10 @@ _TWICE = {
     "NllLossBackward0": (_SOFTMAX[0], _OF_A_SOFTMAX),
     "NllLoss2DBackward0": (_SOFTMAX[0], _OF_A_SOFTMAX),
 }
+OF_SIZE_1 = "a dimension of size 1"
 _ONE_CHOICE = (
-    "a {operation} runs over a dimension of size 1 (shape {shape}, dim {dim}): its result is always {result}, and no gradient "
+    f"a {{operation}} runs over {OF_SIZE_1} "
+    "(shape {shape}, dim {dim}): its result is always {result}, and no gradient "
     "passes. Use a sigmoid for two classes, or the dimension of the choices"
 )
 _BROADCAST = (

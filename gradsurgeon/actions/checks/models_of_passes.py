@@ -30,6 +30,11 @@ def is_elsewhere(text: str, starting: Pass) -> bool:
     return False
 
 
+def has_told(words: str, root: nn.Module | None) -> bool:
+    """Tell whether a text with some words was told of a model."""
+    return root is not None and any(words in text for text in _told.get(root, ()))
+
+
 def twins(root: nn.Module) -> Iterator[nn.Module]:
     """Yield the other models of the same class with parameters of the same shapes."""
     shapes = [param.shape for param in root.parameters()]

@@ -20,6 +20,8 @@ _FEW_RANKS = 64
 _ONE_IN = 8
 # So many rows of the first rank wait for other ranks.
 _MOST_WAITING = 256
+# Seconds: the longest wait for the rows of other ranks at the end of a session.
+LIMIT = 5.0
 
 _Passes = tuple[int, int]
 
@@ -85,9 +87,8 @@ class _Series:
             self._keep(self._first, row)
             self._replicas.setdefault(row.passes, replicas)
             # Another rank may be ahead: its later rows wait in the store.
-            while min(self._last.values()) < row.passes:
-                if not self._receive(self._others):
-                    break
+            while min(self._last.values()) < row.passes and self._receive(self._others):
+                pass
         yield from self._compared(min(row.passes, *self._last.values()))
 
     def _keep(self, rank: int, row: RankNumbers) -> None:
@@ -98,14 +99,20 @@ class _Series:
             self._replicas.pop(oldest, None)
 
     def close(self) -> Findings:
-        """Compare what the other ranks have sent so far."""
+        """Compare what the other ranks send until they leave. Those that are behind have `LIMIT` seconds for it."""
         with suppress(RuntimeError):
             if self._is_first:
-                for rank in self._others:
-                    while self._receive([rank]):
-                        pass
+                self._receive_all()
+                if min(self._last.values()) < max(self._rows, default=(-1, -1)):
+                    self._channel.present("left", self._others, LIMIT)
+                    self._receive_all()
         self._channel.close()
         yield from self._compared(max(self._rows, default=(0, 0)))
+
+    def _receive_all(self) -> None:
+        for rank in self._others:
+            while self._receive([rank]):
+                pass
 
     @property
     def _is_first(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Finding, Findings, Missed, Replicas
+from gradsurgeon.common._grouping import grouped
 from gradsurgeon.tensors import _dist
 
 # Ranks may sum in another order: differences below this share of a norm are rounding.
@@ -17,10 +18,12 @@ _PROOF = 3
 # Weights that differ by less than this share of the largest norm can give gradients that are equal in each bit.
 _UNSEEN = 1e-6
 
-_GRADIENTS = "{ranks} differ in the gradients of {{names}}: {numbers}. {remedy}"
 _NORMS = "the norm of the first is {ours:.3g} on rank {first} and {theirs:.3g} on rank {other}"
 _ELEMENTS = "the first has the norm {ours:.3g} on ranks {first} and {other}, and other elements"
-_WEIGHTS = "{ranks} differ in the weights {{names}}, although their gradients are alike. {remedy}"
+_DIFFERENT = {
+    "gradients": "{ranks} differ in the gradients of {{names}}: {numbers}. {remedy}",
+    "weights": "{ranks} differ in the weights {{names}}, although their gradients are alike. {remedy}",
+}
 
 _REMEDIES: dict[Missed, str] = {
     "bypassed": (
@@ -113,7 +116,7 @@ class ReplicaComparison:
         self._pending: dict[tuple[int, int], _Difference] = {}
         # The parameters whose gradients, or weights, need no further finding.
         self._reported = {}
-        for cause in ("gradients", "weights"):
+        for cause in _DIFFERENT:
             self._reported[cause] = torch.zeros(len(indices), dtype=torch.bool)
 
     def compare(
@@ -165,8 +168,8 @@ class ReplicaComparison:
             elif replicas.promised or self._met[position, place]:
                 remedy = _SINCE_THEN
             rank = self._others[position]
-            steps = {"ours": own.step, "theirs": others[rank].step}
-            text = remedy.format(first=self._first, other=rank, **steps)
+            theirs_step = others[rank].step
+            text = remedy.format(first=self._first, other=rank, ours=own.step, theirs=theirs_step)
             differences.append(_Difference(place, rank, own.step, text))
         yield from self._findings("weights", differences)
 
@@ -221,21 +224,17 @@ class ReplicaComparison:
 
     def _findings(self, cause: str, differences: Iterable[_Difference]) -> Findings:
         """Yield one finding for all differences that have a remedy in common."""
-        by_remedy: dict[tuple[int, str], list[_Difference]] = {}
-        for difference in differences:
-            self._reported[cause][difference.place] = True
-            by_remedy.setdefault((difference.step, difference.remedy), []).append(difference)
+        by_remedy = grouped(differences, attrgetter("step", "remedy"))
         for (step, remedy), group in by_remedy.items():
             group.sort(key=attrgetter("place"))
             members = {self._first}
             indices: dict[int, None] = {}
             for each in group:
+                self._reported[cause][each.place] = True
                 members.add(each.rank)
                 indices[self._indices[each.place]] = None
             ranks = _dist.named(sorted(members))
-            text = _WEIGHTS.format(ranks=ranks, remedy=remedy)
-            if cause == "gradients":
-                text = _GRADIENTS.format(ranks=ranks, numbers=group[0].numbers, remedy=remedy)
+            text = _DIFFERENT[cause].format(ranks=ranks, numbers=group[0].numbers, remedy=remedy)
             yield Finding(cause, text, tuple(indices), step=step)
 
     def _norms_of(self, rank: int, ours: float, theirs: float) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,10 +42,10 @@ def _shared_modules(root: nn.Module) -> Findings:
     """Yield modules with parameters that have several places in one list, and copies that are the original."""
     for path, parent in root.named_modules():
         # The names of each child, repeated ones included.
-        names: dict[nn.Module, list[str]] = {}
+        names = defaultdict(list)
         for name, child in parent._modules.items():  # noqa: SLF001 # no public name has repeated children
             if child is not None and param_ids(child):
-                names.setdefault(child, []).append(f"{path}.{name}".removeprefix("."))
+                names[child].append(f"{path}.{name}".removeprefix("."))
         is_list = isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict)
         for alike in names.values():
             if len(alike) > 1 and is_list:

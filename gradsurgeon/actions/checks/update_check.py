@@ -1,5 +1,6 @@
 """Finds parameters that do not move, and updates that make a weight non-finite."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -157,7 +158,7 @@ class Unmoved(OptimizerCheck):
             return
         # Compared with earlier ones also: near a minimum all gradients are rounding noise.
         self._usual = max(self._usual, _usual_gradient(update))
-        by_cause: dict[str, list[int]] = {}
+        by_cause = defaultdict(list)
         for index, updates in waited.items():
             grad = update.grads.get(index)
             if grad is None or not _rms(grad) > _NOISE * self._usual:
@@ -166,7 +167,7 @@ class Unmoved(OptimizerCheck):
             if cause and updates < _patience(cause, update, index):
                 self._suspects[index] = updates
             elif cause:
-                by_cause.setdefault(cause, []).append(index)
+                by_cause[cause].append(index)
         for cause, indices in by_cause.items():
             first = indices[0]
             text = _STILL.format(updates=waited[first]) + _consequence(cause, update, first)

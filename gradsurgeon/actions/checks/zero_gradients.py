@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions.checks.base import Finding, Findings, LossSource, Pass, Update
+from gradsurgeon.actions.checks.loss_graph import OF_SIZE_1
+from gradsurgeon.actions.checks.models_of_passes import has_told
 from gradsurgeon.actions.checks.optimizer_checks import OptimizerCheck
 from gradsurgeon.tensors import _dist, _numbers, _torch
 from gradsurgeon.tensors.sampling import sample
@@ -112,6 +114,8 @@ class ZeroGradients(OptimizerCheck):
             # Of two trained factors that are no parameters of 0 something before them made one 0, or data did.
             zeros = [index for index in indices if not _is_any(done.params[index])]
             if reason == _CAME or (reason == _PAIR and not zeros[1:]):
+                continue
+            if reason == _CHOICE and has_told(OF_SIZE_1, done.model.root()):
                 continue
             text = f"{{names}} get gradients of exactly 0: they become 0 in {name}, {reason}"
             before = node._sequence_nr() - 1  # noqa: SLF001 # no public name

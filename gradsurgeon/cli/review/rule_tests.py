@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from operator import eq, ge, gt, le, lt
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
@@ -29,13 +29,13 @@ from gradsurgeon.language.planning import Manifest, MatchedRules, Matcher, manif
 from gradsurgeon.language.schema import RuleSet, problem_of
 
 if TYPE_CHECKING:
-    from gradsurgeon.report.evidence.run_norms import RunNorms
     from gradsurgeon.report.evidence.told import Told
 
 SUFFIX = ".test.yaml"
 _Content = TypeVar("_Content")
 _NO_TORCH = "it needs torch, which is not installed here"
-_COMPARISON = re.compile(r"(<=|>=|==|<|>|)\s*([0-9]+(?:\.[0-9]+)?)\s*(%?)")
+# A share may have decimals, and a count has none.
+_COMPARISON = re.compile(r"(<=|>=|==|<|>|)\s*([0-9]+(?:\.[0-9]+(?=\s*%))?)\s*(%?)")
 _COMPARISONS = {">=": ge, "<=": le, "==": eq, ">": gt, "<": lt}
 _FORMS = ({"matches"}, {"gradient", "expect"}, {"on", "acts"})
 _TEST = "- {rule: my-rule, matches: 24}"
@@ -43,7 +43,7 @@ _TEST = "- {rule: my-rule, matches: 24}"
 
 def _comparison(value: object) -> object:
     if _COMPARISON.fullmatch(str(value)) is None:
-        message = f"`acts` must be a count, or a comparison, found {described(value)}"
+        message = f"`acts` must be a count, a share in %, or a comparison with one, found {described(value)}"
         raise flawed(Flaw("", message, 'such as `acts: 0`, `acts: "< 5%"` or `acts: ">= 3"`'))
     return value
 
@@ -107,7 +107,9 @@ def run(path: str) -> Iterator[Result]:
     document = source.read(path)
     data = document.data if isinstance(document.data, dict) else {}
     _, flaws = read_options(_TestFile, data)
-    problems = [*document.problems, *[problem_of(document, (), flaw) for flaw in flaws]]
+    problems = [problem_of(document, (), flaw) for flaw in flaws]
+    # An empty file lacks the keys of tests, not of rules.
+    problems += [problem for problem in document.problems if problem.check != "empty-file"]
     beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
     rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
     manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
@@ -128,8 +130,14 @@ def run(path: str) -> Iterator[Result]:
         tests += [test] if test else []
     if problems or rules is None:
         raise RuleFileError(schema.tidy(problems))
-    # Several tests may ask of one run.
-    told_on = cache(partial(_told, run_at, Path(document.file).parent, rules, manifest))
+    folder = Path(document.file).parent
+
+    @cache  # several tests may ask of one run
+    def told_on(entry: str) -> dict[str, Told]:
+        norms = run_at(str(folder / entry))
+        assert norms is not None  # noqa: S101 # a path was given
+        return on_run.tried(MatchedRules(rules, Matcher(manifest or norms.manifest)), norms)
+
     for index, test in enumerate(tests):
         name = f"{index + 1}: {test.name}"
         place = document.place(("tests", index))
@@ -190,19 +198,6 @@ def _failure(
         return "`matches` needs the names of the model: add `params: params.json`, above `tests`"
     number = len(Matcher(manifest).match(rule).names)
     return "" if number == test.matches else f"it matches {number:,}, not {test.matches:,}"
-
-
-def _told(
-    run_at: Callable[[str], RunNorms | None],
-    folder: Path,
-    rules: RuleSet,
-    manifest: Manifest | None,
-    entry: str,
-) -> dict[str, Told]:
-    """Return by rule what it would have done in a run."""
-    norms = run_at(str(folder / entry))
-    assert norms is not None  # noqa: S101 # a path was given
-    return on_run.tried(MatchedRules(rules, Matcher(manifest or norms.manifest)), norms)
 
 
 def _failure_on_run(test: RuleTest, told: Told | None) -> str:

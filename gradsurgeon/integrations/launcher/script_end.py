@@ -122,8 +122,6 @@ class ScriptEnd:
                     model.attachment.remove_with_records()
                 else:
                     model.attachment.remove(ended_by)
-                    # A session that ended with its model may not have heard the last of other ranks.
-                    model.attachment.controller.effects.conclude()
                     # No later step could raise it.
                     error = model.attachment.context.event_log.last_trap
                     if error is not None:

@@ -1,5 +1,6 @@
 """Patterns and conditions of rules -> the parameters or modules that they select."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -215,13 +216,13 @@ def chains_of(
     rules: Sequence[Rule], names: Mapping[str, Sequence[str]]
 ) -> dict[str, tuple[str, ...]]:
     """Return, per tensor, the ids of its rules in order of effect."""
-    chains: dict[str, list[str]] = {}
+    chains = defaultdict(list)
     for rule in in_order(rules):
         suffix = ""
         if rule.target != "params":
             suffix = f" {rule.ref}"
         for name in names[rule.id]:
-            chains.setdefault(name + suffix, []).append(rule.id)
+            chains[name + suffix].append(rule.id)
     return {key: tuple(chain) for key, chain in chains.items()}
 
 
