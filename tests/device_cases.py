@@ -432,13 +432,17 @@ def projections_of_many() -> Json:
 
 
 def nonfinite() -> list[list[Any]]:
-    """Return the dtype, the number of non-finite elements, the one that is counted, the mark and its operations."""
+    """Return the dtype, the number of non-finite elements, the one that is counted, the mark and its operations.
+
+    The last two are the number of elements and the operations that count them, by name.
+    """
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
     bad = [math.nan, math.inf, -math.inf]
     # The largest number of a format is not taken for an infinity.
     tensors = [torch.full((3, 5), torch.finfo(kind).max, dtype=kind) for kind in kinds]
     tensors += [torch.tensor([1.0, number]).to(kind) for kind in kinds for number in bad]
     tensors += [torch.tensor([[1.0, *bad], bad + bad[:1]]).t(), torch.ones(0), torch.ones(3).long()]
+    tensors.append(torch.full((3, 5, 7), math.inf).transpose(0, 2))
     _nonfinite._COUNTED_AT_ONCE = 4
     found = []
     for tensor in tensors:
@@ -446,9 +450,11 @@ def nonfinite() -> list[list[Any]]:
             mark: Any = _nonfinite.nonfinite_mark(Toy(tensor))
         if isinstance(mark, Tensor):
             (mark,) = measure.read_marks([mark])
-        counted: Any = _nonfinite.nonfinite(Toy(tensor))
+        with counting() as work:
+            counted: Any = _nonfinite.nonfinite(Toy(tensor))
         wanted = int(tensor.isfinite().logical_not().sum())
         found.append([str(tensor.dtype), wanted, int(counted), mark, counts.operations])
+        found[-1] += [tensor.numel(), dict(work.names)]
     return found
 
 

@@ -68,7 +68,8 @@ class NormLog(ObserverRule):
 
     ## Cost
     `l2` is one batched reduction per backward pass, shared with `nan-trap`; each other statistic is one pass over
-    the tensor, `histogram` a dozen. Never waits for the device.
+    the tensor, `histogram` a dozen. On a device `nonfinite` copies fewer than 2^24 elements at a time. Never waits for
+    the device.
 
     ## Range
     `l2` is computed in float32, as in PyTorch. On an accelerator squares of elements beyond about 1e19

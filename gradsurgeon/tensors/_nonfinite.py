@@ -22,12 +22,15 @@ def nonfinite(grad: Tensor) -> Tensor | int:
         return int(elements.isfinite().logical_not_().sum())
     if not (elements.is_floating_point() or elements.is_complex()):
         return 0
-    parts = torch.split(elements.reshape(-1), _COUNTED_AT_ONCE)
+    cuts = elements.numel() // _COUNTED_AT_ONCE
+    if cuts:
+        # Flattening a transposed tensor would copy all of it.
+        longest = elements.shape.index(max(elements.shape))
+        return sum(map(nonfinite, elements.chunk(cuts + 1, longest)))
     # A finite number minus itself is 0, and another one NaN. The norm of order 0 counts what is not 0.
-    counts = [
-        torch.linalg.vector_norm(part - part, 0, dtype=_numbers.widened(part)) for part in parts
-    ]
-    number: Tensor = sum(counts[1:], counts[0])
+    number: Tensor = torch.linalg.vector_norm(
+        elements - elements, 0, dtype=_numbers.widened(elements)
+    )
     return number
 
 

@@ -33,8 +33,8 @@ _TOGETHER = {"l2", "numel"}
 _OF_ANY_DTYPE = {"numel", "nonfinite"}
 # There are non-finite elements, and nobody has counted them.
 UNCOUNTED = -1
-# The number of an empty shard, for a statistic without a `part` function, by the way of merging shards.
-_NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}
+# The number of an empty shard, for a statistic without a `part` function, by the way of merging shards; 0 for others.
+_NEUTRAL: dict[object, float] = {"max": -math.inf, "min": math.inf}
 _REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "max": torch.amax,
@@ -213,8 +213,7 @@ def merge_of(stat: str) -> Callable[[Tensor], Tensor]:
 
 def joined(stat: str, values: Tensor) -> Tensor:
     """Return the number of several tensors together, shape ``[1]``, from the number of each."""
-    wide = _in_float64(values, values.device)
-    return merge_of(stat)(wide.reshape(-1, 1, 1)).float()
+    return merge_of(stat)(values.double().reshape(-1, 1, 1)).float()
 
 
 def _merged(reduce: Callable[..., Tensor], parts: Tensor) -> Tensor:
@@ -235,10 +234,9 @@ def _part(stat: str, grad: Tensor) -> Tensor:
         numbers = how.part(_numbers.in_float32(shard.detach()))
         return torch.stack([_in_float64(number, shard.device) for number in numbers])
     if not shard.numel():
-        neutral = 0.0
-        if isinstance(how.merge, str):
-            neutral = _NEUTRAL[how.merge]
-        return torch.full((1,), neutral, dtype=torch.float64, device=shard.device)
+        return torch.full(
+            (1,), _NEUTRAL.get(how.merge, 0.0), dtype=torch.float64, device=shard.device
+        )
     return statistic(stat, shard).double()[None]
 
 

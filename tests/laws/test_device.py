@@ -105,8 +105,8 @@ def test_what_is_done_tensor_by_tensor_is_one_operation_for_each(
 ) -> None:
     few, many = (asked(counts, case, params)["operations"] for params in (FEW, MANY))
     if case in ON_MODULES:
-        # A layer has two parameters; what it records is copied to wait for the next transfer.
-        assert many - few <= (MANY - FEW) // 2 * (most + 1)
+        # A layer has two parameters.
+        assert many - few <= (MANY - FEW) // 2 * most
     else:
         assert many - few <= (MANY - FEW) * most
 
