@@ -35,7 +35,7 @@ DOORS = {
     "Guard.__exit__",
     "Guard.__init__",
     "RunningPass.begin",
-    "RunningPass.end",
+    "RunningPass.unlist",
     "RunningPass.refuse_other_threads",
     "Patch.__init__.<locals>.patched",
     "_Meeting.give",

@@ -104,8 +104,10 @@ class ScriptEnd:
             return  # The records belong to the parent of a forked child.
         self._pid = 0
         models = self._models
-        # A script that has caught the exit and trained on has not ended by it.
-        ended_by = getattr(sys, "last_value", self._exits.get(self._steps()))
+        ended_by = getattr(sys, "last_value", None)
+        with models.guard:
+            # A script that has caught the exit and trained on has not ended by it.
+            ended_by = ended_by or self._exits.get(self._steps())
         refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
         # What went wrong with the command that gets events is recorded while records are open.
