@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -55,7 +55,7 @@ def _target(spec: str) -> Any:
     from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: PLC0415 # needs torch
 
     # A script without a main guard would train again, and write over its files.
-    hook = register_optimizer_step_pre_hook(partial(_stop, name))
+    hook = register_optimizer_step_pre_hook(partial(_stop, name, path))
     try:
         module = import_module(name)
     except _TrainsError as stopped:
@@ -71,8 +71,12 @@ def _target(spec: str) -> Any:
         raise ModelError(f"`{printable(name)}` has no `{printable(path)}`") from None
 
 
-def _stop(name: str, *_: object) -> None:
-    raise _TrainsError(sys.modules[name])
+def _stop(name: str, path: str, *_: object) -> None:
+    module = sys.modules[name]
+    # A script may define its models after a training.
+    with suppress(AttributeError):
+        attrgetter(path)(module)
+        raise _TrainsError(module)
 
 
 def import_module(name: str) -> Any:
