@@ -11,7 +11,7 @@ import fnmatch
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -271,7 +271,11 @@ class Interpreter:
         grads = {name: param.grad for name, param in params.items() if param.grad is not None}
         overflow = self.scaler and not all(grad.isfinite().all() for grad in grads.values())
         decision = "go" if overflow else self._decision(optimizer, grads)
-        frozen = set() if overflow else self._act(grads, stopped=decision != "go")
+        if not overflow:
+            frozen = self._act(grads, stopped=decision != "go")
+        else:
+            # A fused optimizer makes state in a step that the scaler skips, but not of what is frozen.
+            frozen = set() if self.observe else self._frozen(grads)
         if decision == "raise":
             raise Stopped
         if decision == "go":
@@ -348,11 +352,15 @@ class Interpreter:
                 decision = then
         return decision
 
+    def _frozen(self, names: Iterable[str]) -> set[str]:
+        due = {name: [rule["action"] for rule in self._due("step", name)] for name in names}
+        return {name for name, actions in due.items() if "freeze" in actions}
+
     def _act(self, grads: Mapping[str, Tensor], *, stopped: bool) -> set[str]:
         """Run the rules at `step` on the gradients of one optimizer; return the names that are frozen."""
         values = {name: grad.detach().clone() for name, grad in grads.items()}
         due = {name: self._due("step", name) for name in values}
-        frozen = {name for name in due if any(rule["action"] == "freeze" for rule in due[name])}
+        frozen = self._frozen(values)
         for written in self.rules:
             names = [
                 name for name in values if any(written["id"] == one["id"] for one in due[name])
