@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -172,7 +173,8 @@ class ClipNorm(EditRule):
 
         group = None
         if self.per not in ("parameter", "rule"):
-            group = self.group_of
+            # Names are the same in each update.
+            group = cache(self.group_of)
         return ByNorm(float(self.norm_type), factor, self.joins_norms, group)
 
     def _clip_units(self, grad: Tensor, at: At) -> Tensor:

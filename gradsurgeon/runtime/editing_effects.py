@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -62,38 +61,11 @@ class NormEdit(Effect):
     def _shorten(self, gradients: Gradients, indices: Sequence[int], step: int) -> None:
         by_norm: ByNorm = self.compiled_at(step)
         norms = gradients.norms(indices, by_norm.order)
-        for group, norms_of_group in self._grouped(by_norm, indices, norms):
-            self._shorten_group(by_norm, gradients, group, norms_of_group, step)
-
-    def _grouped(
-        self, by_norm: ByNorm, indices: Sequence[int], norms: Tensor
-    ) -> Iterator[tuple[Sequence[int], Tensor]]:
-        """Yield gradients with their norms, or with the one norm that they share."""
-        if not by_norm.joins:
-            yield indices, norms
-            return
-        if by_norm.group is None:
-            yield indices, _numbers.over(norms, by_norm.order)
-            return
-        groups = defaultdict(list)
-        for position, index in enumerate(indices):
-            group = by_norm.group(self.context.names[index])
-            groups[group].append(position)
-        for positions in groups.values():
-            shared = norms[_torch.integers(tuple(positions), norms.device)]
-            members = [indices[position] for position in positions]
-            yield members, _numbers.over(shared, by_norm.order)
-
-    def _shorten_group(
-        self,
-        by_norm: ByNorm,
-        gradients: Gradients,
-        indices: Sequence[int],
-        norms: Tensor,
-        step: int,
-    ) -> None:
-        factors = by_norm.factor(norms)
-        is_counted = gradients.shorten(self.rule.id, indices, factors)
+        places: Sequence[int] = range(len(indices))
+        if by_norm.joins:
+            places = self._places(by_norm, indices)
+            norms = _numbers.over(norms, places, by_norm.order)
+        is_counted = gradients.shorten(self.rule.id, indices, places, by_norm.factor(norms))
         outcome = gradients.outcome
         if is_counted:
             when_made(outcome, self._mention_nonfinite, norms, step)
@@ -101,11 +73,22 @@ class NormEdit(Effect):
 
         def count(norms: Tensor) -> None:
             self._mention_nonfinite(norms, step)
-            shorter = by_norm.factor(norms).expand(len(indices)) < 1.0
-            self.count_changed(shorter.sum())
+            factors = by_norm.factor(norms).tolist()
+            self.count_changed(sum(factors[place] < 1.0 for place in places))
 
         # Events and counts are computed on the host; norms of a device arrive there later.
         when_made(outcome, self.log.when_read, norms, count)
+
+    def _places(self, by_norm: ByNorm, indices: Sequence[int]) -> Sequence[int]:
+        """Return the number of the group of each gradient; the gradients of a group share one norm."""
+        if by_norm.group is None:
+            return [0] * len(indices)
+        numbers: dict[str, int] = {}
+        places = []
+        for index in indices:
+            group = by_norm.group(self.context.names[index])
+            places.append(numbers.setdefault(group, len(numbers)))
+        return places
 
     def _mention_nonfinite(self, norms: Tensor, step: int) -> None:
         # A sum of float32 numbers does not overflow in Python.

@@ -1,6 +1,6 @@
 """The gradients at one moment, in true units, for all rules that read or edit them."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -191,8 +191,10 @@ class Gradients:
         for index in indices:
             check_layout(rule, self._now[index], self.context.names[index])
 
-    def shorten(self, rule: str, indices: Sequence[int], factors: Tensor) -> bool:
-        """Multiply gradients by factors, one for all or one for each; a factor of 1 changes nothing.
+    def shorten(
+        self, rule: str, indices: Sequence[int], places: Sequence[int], factors: Tensor
+    ) -> bool:
+        """Multiply each gradient by the factor at its place; a factor of 1 changes nothing.
 
         Gradients of an update that is left out stay as they are.
         On the host, the changed gradients are counted. On a device, counting would wait, so the caller counts.
@@ -202,25 +204,21 @@ class Gradients:
             factors = factors.masked_fill(self.outcome.left_out > 0, 1.0)
         if _torch.is_host(factors):
             numbers = factors.tolist()
-            clipped: list[int] = []
+            clipped = {}
             if min(numbers) < 1.0:
-                clipped = list(indices)
-                if len(numbers) > 1:
-                    clipped.clear()
-                    for index, factor in zip(indices, numbers, strict=True):
-                        if factor < 1.0:
-                            clipped.append(index)
+                for index, place in zip(indices, places, strict=True):
+                    if numbers[place] < 1.0:
+                        clipped[index] = numbers[place]
             self.context.event_log.count_changed(rule, len(clipped))
             if clipped:
-                shortening = [factor for factor in numbers if factor < 1.0]
-                _numbers.scale_(_dist.parts(self.writable(clipped)), shortening)
+                parts = _dist.parts(self.writable(clipped))
+                _numbers.scale_(parts, list(clipped.values()))
             return True
-        parts = _dist.parts(self.writable(indices))
-        if len(factors) == 1:
-            _numbers.multiply_(parts, factors)
-            return False
-        for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
-            _numbers.multiply_([part], factor)
+        parts_at = defaultdict(list)
+        for part, place in zip(_dist.parts(self.writable(indices)), places, strict=True):
+            parts_at[place].append(part)
+        for place, factor in enumerate(torch.split(factors, 1)):
+            _numbers.multiply_(parts_at[place], factor)
         return False
 
 

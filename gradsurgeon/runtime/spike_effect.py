@@ -149,7 +149,11 @@ class SpikeEffect(Trap):
 
     def _cut(self, gradients: Gradients, judged: JudgedNorms, step: int) -> None:
         indices = gradients.having(judged.indices)
-        is_counted = gradients.shorten(self.rule.id, indices, judged.factors(indices))
+        places: Sequence[int] = range(len(indices))
+        if judged.spikes.over_rule:
+            places = [0] * len(indices)
+        factors = judged.factors(indices)
+        is_counted = gradients.shorten(self.rule.id, indices, places, factors)
         when_made(gradients.outcome, self._tell, judged, indices, step, is_counted)
 
     def _tell(

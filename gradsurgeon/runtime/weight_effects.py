@@ -1,6 +1,6 @@
 """The effects of records of weights: what they are after an update, what it has changed, and what the optimizer keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
@@ -102,12 +102,10 @@ class RecordState(RecordWeights):
         optimizer = update.optimizer()
         (name,) = self.rule.ref.path
         found = []
-        others: dict[object, None] = {}
-        lacking = []
+        lacking: dict[str, Collection[object]] = {}
         for index, param, _ in super().updated(update, bound):
             assert optimizer is not None  # noqa: S101 # `before_step` has seen it
             state = optimizer.state.get(param, {})
-            others |= dict.fromkeys(state)
             value = state.get(name)
             if isinstance(value, Tensor | float | int):
                 tensor = torch.as_tensor(value).detach()
@@ -115,11 +113,12 @@ class RecordState(RecordWeights):
                     tensor = tensor.float()
                 found.append((index, tensor, None))
             elif param.grad is not None:
-                lacking.append(self.context.names[index])
+                lacking[self.context.names[index]] = state
         if lacking and not found:
             kind = type(optimizer).__name__
+            others = dict.fromkeys(key for state in lacking.values() for key in state)
             kept = ", ".join([f"`state.{other}`" for other in others]) or "nothing"
-            text = f"{kind} keeps no `state.{name}` of {shorten_names(lacking)}: it keeps {kept}"
+            text = f"{kind} keeps no `state.{name}` of {shorten_names([*lacking])}: it keeps {kept}"
             step = bound.counter.step
             self.notice_once(f"state of {kind}", text, step=step, warn=True)
         return found

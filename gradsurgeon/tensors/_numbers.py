@@ -76,7 +76,9 @@ def norms(grads: Tensors, order: float = 2.0) -> Tensor:
         norms = torch.stack(_of_each_kind(dense, order)).float()
     if _may_be_out_of_range(norms, order):
         for position, norm in enumerate(norms.tolist()):
-            if math.isinf(norm) or norm < _TINY:
+            is_out_of_range = math.isinf(norm) or norm < _TINY
+            # Layers that do not learn have gradients of 0, often many: their norm needs no second sum.
+            if is_out_of_range and dense[position].any():
                 norms[position] = _wide_norm(dense[position], order)
     return norms
 
@@ -98,12 +100,30 @@ def _of_each_kind(dense: Tensors, order: float) -> list[Tensor]:
     return [by_position[position].float() for position in range(len(dense))]
 
 
-def over(norms: Tensor, order: float) -> Tensor:
-    """Return the norm over several tensors, given the norm of each. Shape ``[1]``."""
-    norm: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
-    if _may_be_out_of_range(norm, order):
-        return _wide_norm(norms, order).reshape(1)
-    return norm
+def over(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
+    """Return the norms over groups of tensors. Shape ``[max(places) + 1]``, float32.
+
+    Args:
+        norms: the norm of each tensor, float32.
+        places: the number of the group of each tensor; every number up to the largest has a tensor.
+        order: of the norms, such as 2 or infinity.
+    """
+    table = norms.unsqueeze(0)
+    if max(places) > 0:
+        members = defaultdict(list)
+        for position, place in enumerate(places):
+            members[place].append(position)
+        longest = max(map(len, members.values()))
+        # Short groups are filled up with the position of a 0.
+        filled = []
+        for place in range(len(members)):
+            filled += members[place] + [len(norms)] * (longest - len(members[place]))
+        positions = _torch.integers(tuple(filled), norms.device).view(-1, longest)
+        table = torch.cat([norms, norms.new_zeros(1)])[positions]
+    # On the host float64 holds every power of a float32 number that matters; some devices have no float64.
+    dtype = torch.float64 if _torch.is_host(norms) else None
+    joint: Tensor = torch.linalg.vector_norm(table, order, dim=1, dtype=dtype)
+    return joint.float()
 
 
 # Squares of elements below about 1e-19 lose digits in float32, and below 1e-23 they vanish.
@@ -268,13 +288,13 @@ def differs(old: Tensor, new: Tensor) -> Tensor:
 
 
 def scale_(grads: Tensors, factors: Sequence[float]) -> None:
-    """Multiply gradients in place by a factor each, or all of them by one factor."""
+    """Multiply gradients in place by a factor each."""
     dtypes = {grad.dtype for grad in grads}
     is_cpu = [grad.is_cpu for grad in grads]
     if any(is_cpu) and not HALF.isdisjoint(dtypes):
-        for number, grad in enumerate(grads):
+        for grad, factor in zip(grads, factors, strict=True):
             # A multi-tensor call rounds the factor to half precision on the host: 1e5 would become infinite.
-            grad.mul_(factors[number % len(factors)])
+            grad.mul_(factor)
         return
     multiplier: Any = factors
     if len(set(factors)) == 1:

@@ -146,3 +146,30 @@ def test_apply_says_once_what_clips_without_per_mean() -> None:
     ):
         with gradsurgeon.apply(Net(), rule_file(*meant)) as session:
             assert session.events == []
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_a_group_whose_norm_is_not_finite_leaves_the_other_groups_their_own_norms(
+    size: float,
+) -> None:
+    model = linears(3, 3, 3, 3)
+    model[2].register_parameter("bias", None)
+    rule = {"id": "it", "action": "clip-norm", "params": "*", "per": "module", "max_norm": 1e-3}
+    session = attach(model, rule, optimizer=sgd(model, 0.0))
+    given = {name: torch.randn_like(param) * size for name, param in model.named_parameters()}
+    given["0.bias"][1] = float("nan")
+    given["1.weight"].zero_()
+    for name, param in model.named_parameters():
+        param.grad = given[name].clone()
+    sgd(model, 0.0).step()
+    for module, layer in model.named_children():
+        before = {name: given[f"{module}.{name}"].double() for name, _ in layer.named_parameters()}
+        norm = torch.cat([grad.flatten() for grad in before.values()]).norm().item()
+        factor = 1.0 if module == "0" else min(1.0, 1e-3 / (norm + 1e-6))
+        for name, param in layer.named_parameters():
+            assert param.grad is not None
+            expected = before[name] * factor
+            torch.testing.assert_close(
+                param.grad.double(), expected, rtol=1e-5, atol=0.0, equal_nan=True
+            )
+    session.remove()
