@@ -70,7 +70,10 @@ def _joined(flags: Sequence[Tensor]) -> Tensor:
 
 def when_made(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     """Do what belongs to an update that takes place: now, or once the host knows."""
-    when_known(outcome, True, lambda made: made and act(*args))
+    if outcome is None:
+        act(*args)
+    else:
+        outcome.hold(lambda _, left_out: left_out or act(*args))
 
 
 def when_judged(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
