@@ -265,7 +265,7 @@ def refuse_unlike(noise: Sequence[Reading], pairs: Sequence[Pair], reference: Re
     values = values_of(forward, 2 + len(noise))
     reference_values = values[:, 1]
     is_finite = np.asarray(np.isfinite(reference_values).all(axis=1))
-    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
+    # Rounding makes noise runs differ from each other; another script differs from all of them alike.
     spread = distances(values[:, 2], values[:, -1])
     for number, repetition in enumerate(noise, 2):
         far = distances(values[:, number], reference_values)
