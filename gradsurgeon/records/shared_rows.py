@@ -20,7 +20,7 @@ from gradsurgeon.tensors._channel import Channel
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
 _Series = tuple[str, str, str, int]
-# Of the tensors of a share, the numbers that one rank has measured.
+# The numbers that one rank has measured of the tensors of a share.
 _Part = list[list[float]]
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0

@@ -110,7 +110,7 @@ class ScriptEnd:
             ended_by = ended_by or self._exits.get(self._steps())
         refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
-        # What went wrong with the command that gets events is recorded while records are open.
+        # Failures of the command that gets events are recorded while records are open.
         with models.guard:
             models.event_command.finish()
             for model in models.attached[:1]:
