@@ -243,6 +243,7 @@ class OptimizerWatch:
                 owner = self._owners[optimizer]
                 cleared = update.has_cleared()
                 if cleared is None:
+                    # A step that found no gradient is taken to do as earlier steps of its optimizer.
                     cleared = bool(owner.clears)
                 elif owner.clears is not False:
                     owner.clears = cleared
