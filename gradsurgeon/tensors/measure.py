@@ -254,7 +254,7 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     return by_index
 
 
-def values_of(*several: Norms) -> list[Tensor]:
+def norm_tensors(*several: Norms) -> list[Tensor]:
     """Return the tensors that hold some norms, in their order."""
     tensors: list[Tensor] = []
     for norms in several:
@@ -264,7 +264,7 @@ def values_of(*several: Norms) -> list[Tensor]:
 
 def nonfinite(*several: Norms) -> list[list[int]]:
     """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
-    numbers = iter(_read(values_of(*several)))
+    numbers = iter(_read(norm_tensors(*several)))
     bad = []
     for norms in several:
         bad_indices: list[int] = []
