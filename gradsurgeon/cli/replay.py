@@ -78,8 +78,9 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
         finally:
             session.remove()
     yield f"under {printable(rules)}, with the output gradients of the step:"
-    for event in filter(is_trip, session.events):
-        yield f"  {event.message.partition(chr(10))[0]}"
+    trips = [event for event in session.events if is_trip(event)]
+    for trip in trips:
+        yield f"  {trip.message.partition(chr(10))[0]}"
     for rule, status in session.status().items():
         text = f"fired {status.fired}"
         if status.altered is not None:

@@ -255,8 +255,8 @@ def _by_rows(grad: Tensor) -> Tensor:
             # Half precision is converted in parts that stay in the cache.
             parts = torch.split(rows, 256)
         of_rows += [torch.linalg.vector_norm(in_float32(part), dim=1) for part in parts]
-        rest = in_float32(flat[even:])
-        of_rows.append(torch.linalg.vector_norm(rest).view(1))
+        last_row = in_float32(flat[even:])
+        of_rows.append(torch.linalg.vector_norm(last_row).view(1))
     norm: Tensor = torch.linalg.vector_norm(torch.cat(of_rows).double())
     return norm
 

@@ -47,11 +47,12 @@ class LossNode:
 
     def readable_values(self) -> dict[str, Any]:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
-        return {
-            name: value
-            for name, value in self.saved.items()
-            if not isinstance(value, Tensor) or readable(value) is not None
-        }
+        values = {}
+        for name, value in self.saved.items():
+            is_freed = isinstance(value, Tensor) and readable(value) is None
+            if not is_freed:
+                values[name] = value
+        return values
 
 
 # The saved attributes by type of node, with their names, and whether they are packed, as numbers are not. Listing the
@@ -63,11 +64,12 @@ def _saved(node: Any) -> dict[str, Any]:
     kind = type(node)
     if kind not in _saved_names:
         attributes = dir(node)
-        _saved_names[kind] = [
-            (attribute, attribute.removeprefix(_SAVED), f"_raw{attribute}" in attributes)
-            for attribute in attributes
-            if attribute.startswith(_SAVED)
-        ]
+        _saved_names[kind] = []
+        for attribute in attributes:
+            if attribute.startswith(_SAVED):
+                is_packed = f"_raw{attribute}" in attributes
+                names = (attribute, attribute.removeprefix(_SAVED), is_packed)
+                _saved_names[kind].append(names)
     values = {}
     for attribute, name, is_packed in _saved_names[kind]:
         try:
@@ -157,7 +159,9 @@ class BackwardGraph:
         addresses = set[int]()
         for node in self.nodes():
             tensors = [node.variable] if _is_leaf(node) else _saved(node).values()
-            addresses.update(tensor.data_ptr() for tensor in tensors if type(tensor) in _dist.PLAIN)
+            for tensor in tensors:
+                if type(tensor) in _dist.PLAIN:
+                    addresses.add(tensor.data_ptr())
         return addresses
 
     def nodes(self) -> Iterator[Any]:

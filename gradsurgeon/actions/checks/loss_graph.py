@@ -126,13 +126,13 @@ class _Operation:
     @property
     def downstream(self) -> set["_Operation"]:
         """The nodes that use the result, at first or second hand."""
-        found = set[_Operation]()
+        downstream = set[_Operation]()
         pending = [self]
         while pending:
-            new = set(pending.pop().users) - found
-            found |= new
+            new = set(pending.pop().users) - downstream
+            downstream |= new
             pending += new
-        return found
+        return downstream
 
     @property
     def pairs(self) -> int:
@@ -217,13 +217,13 @@ class LossGraph(Check):
                 operation.users.clear()
 
     def _findings_in(self, nodes: Sequence[_Operation], loss: Sequence[LossNode]) -> Findings:
-        for place, one in enumerate(nodes):
+        for place, node in enumerate(nodes):
             for look in (_twice, _broadcast, _distances):
-                text = look(one)
+                text = look(node)
                 if text:
                     yield Finding(look.__name__, text, source=LossSource(loss, place))
-        for place, one in enumerate(nodes):
-            text = _one_choice(one, nodes)
+        for place, node in enumerate(nodes):
+            text = _one_choice(node, nodes)
             if text:
                 self._with_one_choice += 1
                 if self._with_one_choice == PASSES:
@@ -334,7 +334,9 @@ def _in_a_row(nodes: Sequence[_Operation]) -> str:
         node: _Operation | None = last
         while node is not None and node.name == _LINEAR:
             before, after = node.saved["mat2_sym_sizes"]
-            widths = [before, *(widths or [after])]
+            if not widths:
+                widths.append(after)
+            widths.insert(0, before)
             node = node.maker(1)
         if len(widths) > _LEAST_IN_A_ROW:
             return _IN_A_ROW.format(count=len(widths) - 1, widths=" to ".join(map(str, widths)))
