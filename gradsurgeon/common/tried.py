@@ -46,8 +46,8 @@ class Tried:
 
 
 def in_words(tried: Sequence[Tried]) -> str:
-    """Return one sentence on all remedies; it says so if nothing is known of the loss."""
+    """Return one sentence on all remedies; it says so if a step that ran again tells nothing of the loss."""
     parts = list(map(str, tried))
-    if all(one.loss is None for one in tried):
+    if any(one.loss is None and not one.problem for one in tried):
         parts.append(_LOSS_OUTSIDE)
     return "; ".join(parts)

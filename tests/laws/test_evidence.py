@@ -429,9 +429,9 @@ def test_no_number_of_the_json_is_infinite(tmp_path: Path) -> None:
 
 
 def test_of_a_trap_no_diff_says_that_it_divides_a_gradient() -> None:
-    told = Told("run", steps=4, acts=1, largest=Strongest("weight", 2, 3.0), trips=True)
-    assert words.change(told, None) == "on run: acts in 25 % of 4 recorded updates"
-    told.trips = False
+    told = Told("run", steps=4, acts=1, largest=Strongest("weight", 2, 3.0))
+    assert words.change(told, None) == "on run: acts in 25 % of 4 recorded steps"
+    told.bites = True
     assert words.change(told, None).endswith("the largest gradient is divided by 3")
 
 

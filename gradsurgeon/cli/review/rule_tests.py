@@ -209,4 +209,4 @@ def _failure_on_run(test: RuleTest, told: Told | None) -> str:
     value = 100 * told.share if percent else told.acts
     if _COMPARISONS[sign or "=="](value, float(number)):
         return ""
-    return f"it would have acted in {told.acts:,} of {told.steps:,} recorded updates"
+    return f"it would have acted in {told.acts:,} of {told.steps:,} recorded steps"

@@ -14,7 +14,7 @@ from gradsurgeon.language.planning import MatchedRules
 from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.report.evidence import counts
 from gradsurgeon.report.evidence.gradients import TrialOutcome, View
-from gradsurgeon.report.evidence.outcomes import OUTCOMES, stats_of, untold
+from gradsurgeon.report.evidence.outcomes import BOUNDING, OUTCOMES, stats_of, untold
 from gradsurgeon.report.evidence.run_norms import DECISION, RecordedTable, RunNorms
 from gradsurgeon.report.evidence.told import Told
 
@@ -61,7 +61,7 @@ class Trial:
             self._told[rule.id] = Told(
                 run=run.name,
                 missing=self._problem(rule, stage),
-                trips=not rule.edits,
+                bites=rule.edits and isinstance(rule, BOUNDING),
                 is_rounded=run.is_rounded,
                 is_of_one_rank=run.ranks > 1 and stage in (LOSS, "backward"),
             )

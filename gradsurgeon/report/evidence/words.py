@@ -25,7 +25,7 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         if result.missing:
             remarks[f"not told by these records: {result.missing}"].append(name)
         else:
-            acts = f"{result.acts:,} of {_updates(result.steps)}"
+            acts = f"{result.acts:,} of {_steps(result.steps)}"
             if result.acts:
                 acts += f" ({_percent(result)})"
             rows.append((name, acts, _strongest(result.largest), _often(result)))
@@ -48,7 +48,7 @@ def thresholds(told: Mapping[str, Told]) -> Iterator[str]:
             continue
         steps = max(threshold.steps for threshold in result.thresholds)
         yield ""
-        yield f"{printable(rule)}: what it compares with its bound in {_updates(steps)}; in brackets the updates in which that bound would have acted"
+        yield f"{printable(rule)}: what it compares with its bound in {_steps(steps)}; in brackets the steps in which that bound would have acted"
         rows = [("", *(f"{100 * share:g} %" for share in SHARES[:-1]), "largest")]
         for each in result.thresholds:
             pairs = zip(each.values, each.acts, strict=True)
@@ -64,7 +64,8 @@ def change(before: Told | None, after: Told | None) -> str:
     text = _side(first)
     for other in sides[1:]:
         now = _side(other)
-        if not (first.missing or other.missing) and other.steps in (first.steps, 0):
+        are_alike = first.bites == other.bites and other.steps in (first.steps, 0)
+        if are_alike and not (first.missing or other.missing):
             now = _percent(other)
         if now != text:
             text += f" -> {now}"
@@ -74,8 +75,7 @@ def change(before: Told | None, after: Told | None) -> str:
     if any(side.is_of_one_rank for side in sides):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
-    # A trap divides nothing.
-    if any(factors) and not any(side.trips or side.missing for side in sides):
+    if any(factors) and all(side.bites and not side.missing for side in sides):
         text += f"; the largest gradient is {_divided(factors)}"
     return text
 
@@ -83,11 +83,12 @@ def change(before: Told | None, after: Told | None) -> str:
 def _side(told: Told) -> str:
     if told.missing:
         return f"not told by its records: {told.missing}"
-    return f"acts in {_percent(told)} of {_updates(told.steps)}"
+    verb = "bites" if told.bites else "acts"
+    return f"{verb} in {_percent(told)} of {_steps(told.steps)}"
 
 
-def _updates(number: int) -> str:
-    return count(number, "recorded update")
+def _steps(number: int) -> str:
+    return count(number, "recorded step")
 
 
 def _percent(told: Told) -> str:
