@@ -392,6 +392,9 @@ def test_a_trap_is_told_as_it_decides_at_the_update(tmp_path: Path) -> None:
     (told,) = told_on(session, run_norms.read(tmp_path / "final")).values()
     assert not told.missing
     assert told.acts == session.status()["rule-0"].altered == 0
+    session = train(tmp_path / "only", [FINAL, *trap], bad=BAD)
+    (told,) = told_on(session, run_norms.read(tmp_path / "only")).values()
+    assert told.acts == session.status()["rule-0"].altered == 1
     session = train(tmp_path / "after", [AFTER, *trap], bad=BAD, between=repair)
     (told,) = told_on(session, run_norms.read(tmp_path / "after")).values()
     assert told.missing.startswith("the script changed gradients")

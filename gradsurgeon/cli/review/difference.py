@@ -278,7 +278,8 @@ def protects(rule: Rule) -> bool:
 
 
 def stops(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule) and rule.then != "warn"
+    # A trap that clips lets NaN through.
+    return isinstance(rule, TrapRule) and rule.then != "warn" and not rule.edits
 
 
 def changed_options(old: Rule | None, new: Rule | None) -> list[Change]:

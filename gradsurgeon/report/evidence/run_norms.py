@@ -134,11 +134,12 @@ class RunNorms:
         return any(table.point == "step" for table in self.tables)
 
     def at(self, point: str) -> list[RecordedTable]:
-        """Return the tables of a point. If none are of the update, those after backward stand for it."""
+        """Return the tables of a point. If none are of the update, those after backward stand for it, and the other way round for a trap."""
+        points = {table.point for table in self.tables}
         # A trap decides at the update, and the script may have repaired a gradient before.
-        if point == DECISION and self.changed_by_script:
+        if point == DECISION and (self.changed_by_script or "accumulated" not in points):
             point = "step"
-        if point == DECISION or (point == "step" and not self.at_update):
+        if point == DECISION or (point == "step" and point not in points):
             point = "accumulated"
         return [table for table in self.tables if table.point == point]
 
