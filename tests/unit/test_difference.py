@@ -109,6 +109,9 @@ def test_a_side_that_is_told_stays_told_beside_one_that_is_not() -> None:
     assert words.change(known, unknown) == f"on run: {acts} -> {untold}"
     assert words.change(unknown, known) == f"on run: {untold} -> {acts}"
     assert words.change(unknown, unknown) == f"on run: {untold}"
+    unknown = Told("run", missing="why", is_rounded=True, is_of_one_rank=True)
+    assert words.change(unknown, None) == f"on run: {untold}"
+    assert not any("rank 0" in line for line in words.table({"it": unknown}))
 
 
 def test_numbers_of_one_rank_say_so() -> None:

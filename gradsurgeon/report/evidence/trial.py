@@ -31,7 +31,7 @@ _LEARNS = "its bound learns from each update, and "
 _QUANTILES = f"{_LEARNS}this export has quantiles: name the run directory"
 _SAMPLED = f"{_LEARNS}the run recorded one in {{period}}: record all"
 _LATE = f"{_LEARNS}the run recorded none before {{step}}: record all"
-_BEHIND = "rule {rule} acts on these gradients before, and norms do not show what it leaves"
+_BEHIND = "rule {rule} acts on these gradients before, and what it leaves is not known"
 
 
 class Trial:

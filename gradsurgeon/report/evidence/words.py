@@ -29,8 +29,8 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
             if result.acts:
                 acts += f" ({_percent(result)})"
             rows.append((name, acts, _strongest(result.largest), _often(result)))
-        if result.is_of_one_rank:
-            remarks[_OF_ONE_RANK].append(name)
+            if result.is_of_one_rank:
+                remarks[_OF_ONE_RANK].append(name)
     yield f"on {printable(result.run)}"
     if len(rows) > 1:
         yield from grid(rows)
@@ -70,12 +70,13 @@ def change(before: Told | None, after: Told | None) -> str:
         if now != text:
             text += f" -> {now}"
     text = f"on {first.run}: {text}"
-    if first.is_rounded:
+    known = [side for side in sides if not side.missing]
+    if any(side.is_rounded for side in known):
         text += " (rounded)"
-    if any(side.is_of_one_rank for side in sides):
+    if any(side.is_of_one_rank for side in known):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
-    if any(factors) and all(side.bites and not side.missing for side in sides):
+    if any(factors) and known == sides and all(side.bites for side in sides):
         text += f"; the largest gradient is {_divided(factors)}"
     return text
 
