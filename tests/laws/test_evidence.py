@@ -25,6 +25,7 @@ from gradsurgeon.report.evidence import norms_file, run_norms, words
 from gradsurgeon.report.evidence.run_norms import RunNorms
 from gradsurgeon.report.evidence.told import Strongest, Told
 from gradsurgeon.report.evidence.trial import Trial
+from gradsurgeon.runtime.context import Mode
 
 Entry = dict[str, Any]
 STATS = ["l2", "linf"]
@@ -76,8 +77,9 @@ def train(
     *,
     bad: int = -1,
     between: Callable[[nn.Module], object] = id,
+    mode: Mode = "observe",
 ) -> Session:
-    """Train under rules that observe, with two micro-batches for each update."""
+    """Train under rules, which observe unless told otherwise, with two micro-batches for each update."""
     torch.manual_seed(0)
     sizes = (8, 16, 16, 1)
     layers: list[nn.Module] = []
@@ -88,7 +90,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         session = gradsurgeon.apply(
-            model, {"version": 1, "rules": [*rules]}, mode="observe", record=path
+            model, {"version": 1, "rules": [*rules]}, mode=mode, record=path
         )
         for step in range(STEPS):
             inputs = torch.randn(8, 8) * (8 if step % 37 == 5 else 1)
@@ -231,6 +233,22 @@ def test_norms_after_backward_stand_for_the_update_unless_the_script_clips(tmp_p
         assert ("the script changed gradients" in told.missing) != is_told
     (missing,) = {told.missing for told in told_of.values() if told.missing}
     assert missing.endswith("record the gradients with `norm-log` and `at: step`")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_whose_rules_acted_tells_of_them_if_it_recorded_first(
+    tmp_path: Path, *, first: bool
+) -> None:
+    one, each = named([AT_UPDATE[5], AT_UPDATE[6]])
+    rules = [FINAL, one, each] if first else [one, FINAL, each]
+    session = train(tmp_path / "run", rules, mode="act")
+    for rule, told in told_on(session, run_norms.read(tmp_path / "run")).items():
+        if first:
+            assert sum(told.by_name.values()) == session.status()[rule].altered
+        else:
+            assert told.missing.endswith(
+                "rule rule-0 of the run acted before `norm-log` at `step`: put the `norm-log` above it"
+            )
 
 
 def test_without_a_trap_nobody_saw_whether_the_script_clips(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class RunNorms:
         tables: the records; each name once for each point.
         ranks: the number of ranks.
         edited_at_backward: a rule that changed what backward passes contribute; empty if there is none.
+        edited_first: a rule that changed gradients at the update before they were recorded there; empty if there is none.
         changed_by_script: whether the script changed gradients between backward and update, ``None`` if that is not known.
         is_rounded: whether its rows stand for several.
     """
@@ -125,6 +126,7 @@ class RunNorms:
     tables: tuple[RecordedTable, ...]
     ranks: int = 1
     edited_at_backward: str = ""
+    edited_first: str = ""
     changed_by_script: bool | None = None
     is_rounded: bool = False
 
@@ -155,19 +157,20 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     recorded = open_run(path).recorded()
     edits: dict[str, str] = {}
     recorders = set()
+    edited_first = ""
     meta = recorded.meta
+    # In the order of the file, in which rules of one point act.
     for rule in section(meta, "plan").get("rules", ()):
         role = section(meta, "roles").get(rule["id"], {})
         if not rule["params"] or rule["tensor"] != "grad":
             continue
         if role.get("role") in ("edit", "freeze") and meta.get("mode") != "observe":
             edits.setdefault(rule["point"], rule["id"])
-        if role.get("per") != "rule":
+        if role.get("role") == "observe" and rule["point"] == "step" and "step" in edits:
+            edited_first = edits["step"]
+        elif role.get("per") != "rule":
             recorders.add(rule["id"])
     tables = [table for table in _tables(recorded, recorders) if len(table.steps)]
-    if edits.keys() - {"backward"}:
-        # These rules may have come before the records at their point.
-        tables = [table for table in tables if table.point != "step"]
     model = section(meta, "model")
     if "version" not in model:
         raise RecordError(
@@ -180,6 +183,7 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
         tables=tuple(_each_once(tables)),
         ranks=meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
+        edited_first=edited_first,
         changed_by_script=recorded.changed_by_script,
     )
 
