@@ -37,8 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gradsurgeon import api, forensics  # noqa: PLC0415 # needs torch
     from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # needs torch
 
-    # The bundle is checked first: building a model can take minutes.
+    # The bundle and the rules are checked first: building a model can take minutes.
     forensics.check(Path(arguments.bundle))
+    if arguments.rules is not None:
+        api.load(arguments.rules)
     model = model_loading.load_model(arguments.model, with_values=True)
     if arguments.device is not None:
         try:
@@ -60,6 +62,7 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
     import torch  # noqa: PLC0415 # slow to import
 
     from gradsurgeon import api, forensics  # noqa: PLC0415 # needs torch
+    from gradsurgeon.report.rules_and_events import trap_words  # noqa: PLC0415 # only here
 
     failed, _ = forensics.read(bundle, model)
     # Nothing moves: the step is there for its rules.
@@ -77,12 +80,15 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
             raise GradSurgeonError(printable(why)) from error
         finally:
             session.remove()
+    traps = [rule.id for rule in session.plan.rules.rules if rule.role == "trap" and not rule.edits]
     yield f"under {printable(rules)}, with the output gradients of the step:"
     for event in filter(is_trip, session.events):
         yield f"  {event.message.partition(chr(10))[0]}"
     for rule, status in session.status().items():
         text = f"fired {status.fired}"
-        if status.altered is not None:
+        if rule in traps:
+            text = trap_words(status, (), 1)
+        elif status.altered is not None:
             text += f", changed {status.altered}"
         yield f"  rule {rule}: {text}"
     norms = {}
