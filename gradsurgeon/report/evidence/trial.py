@@ -26,7 +26,9 @@ _RECORD = "record `{stat}` with `norm-log` and `at: {point}`"
 _FIRST = "rule {rule} of the run acted before `norm-log` at `step`: put the `norm-log` above it"
 _AT_STEP = "record the gradients with `norm-log` and `at: step`"
 _SCRIPT = "the script changed gradients between backward and the update"
-_UNSEEN = "no trap of the run saw whether the script changed gradients between backward and the update"
+_UNSEEN = (
+    "no trap of the run saw whether the script changed gradients between backward and the update"
+)
 _EDITED = "rule {rule} of the run changed what backward passes contribute"
 _SEVERAL = "several rules recorded these gradients: record those of one norm by one rule"
 _LEARNS = "its bound learns from each update, and "
