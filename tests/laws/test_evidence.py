@@ -442,6 +442,26 @@ def test_passes_whose_update_never_came_are_not_counted(tmp_path: Path) -> None:
     assert told.steps == told.acts == 3
 
 
+def test_a_generator_leaves_its_critic_a_pass_without_an_update_at_the_end(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    generator, critic = (SGD(part.parameters(), 0.01) for part in model)
+    scale = {"id": "half", "action": "scale", "params": "*", "factor": 0.5}
+    rules = {"version": 1, "rules": [EACH, scale]}
+    with gradsurgeon.apply(model, rules, mode="observe", record=tmp_path / "run") as session:
+        for _ in range(5):
+            critic.zero_grad()
+            model[1](torch.ones(2)).sum().backward()
+            critic.step()
+            generator.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            generator.step()
+    (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()
+    assert told.steps == told.acts == 10
+    # All passes are counted but the last of the generator through the critic.
+    assert dict(told.by_name) == {"0.weight": 5, "0.bias": 5, "1.weight": 9, "1.bias": 9}
+    assert session.status()["half"].altered == told.by_name.total() + 2
+
+
 def test_no_number_of_the_json_is_infinite(tmp_path: Path) -> None:
     session = train(tmp_path / "run", [FINAL, *named(CLAMP[1:])], bad=BAD)
     (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()

@@ -59,7 +59,7 @@ class Told:
         acts: the updates in which it would have changed a tensor, or tripped.
         largest: where it would have acted most, ``None`` if nowhere.
         strength: how strongly there: norm over bound, or the norm.
-        by_name: in how many updates it would have acted on each tensor.
+        by_name: how often it would have acted on each tensor: in updates, at `backward` in passes.
         missing: why the records do not tell; empty if they do.
         bites: whether it holds gradients to a bound.
         is_rounded: whether the counts come from some steps that stand for others.
