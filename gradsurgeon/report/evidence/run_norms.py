@@ -10,15 +10,16 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator
 
-from gradsurgeon.errors import RecordError
+from gradsurgeon.errors import RecordError, shorten_names
 from gradsurgeon.language.planning import Manifest, manifest_file
-from gradsurgeon.records.store.layout import RUN_FILE, section
+from gradsurgeon.records.store.layout import RUN_FILE, runs_inside, section
 from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
@@ -28,6 +29,7 @@ from gradsurgeon.records.store.tables import by_statistic, together
 STATS = ("l2", "linf")
 # The point of a trap, which looks after backward and decides at the update.
 DECISION = "decision"
+_INSIDE = "{name} is of one model, and has runs of others inside: {inside}"
 # Far more than an export of norms holds: no file makes more memory of one array.
 _MOST_BYTES = 50_000_000
 
@@ -177,9 +179,14 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
             f"{name}: an earlier version recorded this run, without the shapes of the parameters; record it again"
         )
     model.pop("title", None)
+    manifest = manifest_file.from_dict(model, f"{name}/{RUN_FILE}")
+    inside = runs_inside(Path(path))
+    if inside:
+        note = _INSIDE.format(name=name, inside=shorten_names(list(map(str, inside))))
+        manifest = replace(manifest, notes=(note,))
     return RunNorms(
         name=name,
-        manifest=manifest_file.from_dict(model, f"{name}/{RUN_FILE}"),
+        manifest=manifest,
         tables=tuple(_each_once(tables)),
         ranks=meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
