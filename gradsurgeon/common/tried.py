@@ -48,8 +48,8 @@ class Tried:
 
 
 def in_words(tried: Sequence[Tried]) -> str:
-    """Return one sentence on all remedies; it says so if nothing is known of the loss."""
+    """Return one sentence on all remedies; it says so if a step that ran again tells nothing of the loss."""
     parts = list(map(str, tried))
-    if all(each.loss is None for each in tried):
+    if any(each.loss is None and not each.problem for each in tried):
         parts.append(_LOSS_OUTSIDE)
     return "; ".join(parts)
