@@ -139,6 +139,33 @@ def evaluated_once() -> Training:
     return Training(model, after=lambda step: model.train(step == STEPS // 2))
 
 
+def pixels(step: int) -> Tensor:
+    return 255 * data(step, 6, 4).sigmoid()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1000
+
+
+class Staged(nn.Sequential):
+    """Freezes its first layers in `train`, as many as a setting says."""
+
+    def __init__(self, frozen_stages: int) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.frozen_stages = frozen_stages
+
+    def train(self, mode: bool = True) -> Any:  # noqa: FBT002 # as in torch
+        super().train(mode)
+        self.freeze()
+        return self
+
+    def freeze(self) -> None:
+        for layer in list(self.children())[: self.frozen_stages]:
+            layer.requires_grad_(False)
+
+
 FIXED = data(0, 6, 4)
 SHARED = nn.Linear(4, 2)
 
@@ -180,6 +207,18 @@ FACTS: dict[str, tuple[Callable[[], Training], str]] = {
         lambda: adam(3.0),
         "the learning rate of Adam is 3, so each update may move each weight by that much",
     ),
+    "pixels into a tanh": (
+        lambda: Training(layers(nn.Tanh()), batch=pixels),
+        "the data that goes into a layer with a tanh has a mean magnitude of 1",
+    ),
+    "pixels into a sigmoid": (
+        lambda: Training(layers(nn.Sigmoid()), batch=lambda step: pixels(step) / 5),
+        "of the results are saturated: no gradient passes there. Normalise the input",
+    ),
+    "stages that nobody froze": (
+        lambda: Training(Staged(1)),
+        "`frozen_stages` is 1, and `train()` of Staged reads it, but all parameters and modules of Staged train",
+    ),
 }  # fmt: skip
 
 SILENT: dict[str, Callable[[], Training]] = {
@@ -193,6 +232,15 @@ SILENT: dict[str, Callable[[], Training]] = {
     "a table of positions": lambda: Training(Memory(table_of_positions())),
     "a buffer": buffer,
     "a leaf that an optimizer has": lambda: trained_table(is_owned=True),
+    "a tanh": lambda: Training(layers(nn.Tanh())),
+    "pixels that the model normalises": lambda: Training(
+        layers(nn.Tanh()), batch=lambda step: pixels(step) / 128 - 1
+    ),
+    "large results of a layer into a tanh": lambda: Training(
+        nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 2), nn.Tanh())
+    ),
+    "stages that train() froze": lambda: Training(Staged(1).train()),
+    "no stage to freeze": lambda: Training(Staged(0)),
     "batches": lambda: Training(layers()),
     "a scheduler in time": lambda: stepped(1),
     "a warm-up and a decay": lambda: with_rates(

@@ -42,6 +42,14 @@ _LINEAR = "AddmmBackward0"
 # Two layers in a row may be a factorization, such as a bottleneck.
 _LEAST_IN_A_ROW = 3
 _HALF = ("bfloat16", "float16")
+# The input of each layer, by the name under which its node keeps it, and its place among the arguments.
+_INPUTS = {_LINEAR: ("mat1", 1), "MmBackward0": ("self", 0), "ConvolutionBackward0": ("input", 0)}
+_BOUNDED = {"TanhBackward0": "tanh", "SigmoidBackward0": "sigmoid"}
+# Normalised data has smaller magnitudes on average.
+_LARGE = 10
+# So near to a bound hardly any gradient passes.
+_NEAR_BOUND = 1e-3
+_HALF_OF_ALL = 0.5
 
 _TWO_SIGMOIDS = (
     "`binary_cross_entropy_with_logits` is given the result of a sigmoid, and applies another one: no output goes beyond "
@@ -93,6 +101,10 @@ _SUM_OF_PASSES = (
 _DTYPES = (
     "linear layers compute in {other}, but {count} of {all} in float32: `torch.autocast` is off there, or the script "
     "converts the weights"
+)
+_OUT_OF_RANGE = (
+    "the data that goes into a layer with a {activation} has a mean magnitude of {size:.3g}, so {share:.0%} of the results are "
+    "saturated: no gradient passes there. Normalise the input to a range of about -1 to 1"
 )
 
 
@@ -232,6 +244,9 @@ class LossGraph(Check):
         for fact in (_in_a_row(nodes), _dtypes(loss)):
             if fact:
                 yield Finding(fact, fact, is_fact=True)
+        text = _out_of_range(nodes)
+        if text:
+            yield Finding("range", text, is_fact=True)
 
     def before_update(self, update: Update) -> Findings:
         if self._is_sum and update.is_any(update.members):
@@ -355,3 +370,25 @@ def _dtypes(loss: Sequence[LossNode]) -> str:
     if not whole or whole >= len(half):
         return ""
     return _DTYPES.format(count=whole, all=len(dtypes), other=half[0])
+
+
+def _out_of_range(nodes: Sequence[_Operation]) -> str:
+    """Tell of data so large that the activation of the first layer is saturated. Waits for the device."""
+    for node in nodes:
+        layer = node.maker() if node.name in _BOUNDED else None
+        if layer is None or layer.name not in _INPUTS:
+            continue
+        name, place = _INPUTS[layer.name]
+        data = layer.saved.get(name)
+        result = node.saved.get("result")
+        if layer.made_of[place] != NO_GRAPH or data is None or result is None:
+            continue
+        size = float(data.detach().float().abs().mean())
+        values = result.detach().float().abs()
+        is_saturated = 1 - values < _NEAR_BOUND
+        if node.name == "SigmoidBackward0":
+            is_saturated |= values < _NEAR_BOUND
+        share = float(is_saturated.float().mean())
+        if size > _LARGE and share > _HALF_OF_ALL:
+            return _OUT_OF_RANGE.format(activation=_BOUNDED[node.name], size=size, share=share)
+    return ""
