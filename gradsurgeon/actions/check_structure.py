@@ -26,7 +26,7 @@ class CheckStructure(CheckRule):
     a module, is used in the loss, and is neither a parameter nor a buffer; three linear layers in a row without an
     operation between them; linear layers in float32 where most compute in half precision; three passes alike that add up
     their gradients, with losses that no number divides; data so large that it saturates a sigmoid or tanh of the first
-    layer; an attribute such as `frozen_stages` that `train()` of the module reads, while nothing in it is frozen.
+    layer.
 
     ## What stays quiet
     A tied weight that is one tensor; a copy in a model whose `config.tie_word_embeddings` is False; layers that were

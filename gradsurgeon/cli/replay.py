@@ -81,9 +81,9 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
         finally:
             session.remove()
     yield f"under {printable(rules)}, with the output gradients of the step:"
-    trips = [event for event in session.events if is_trip(event)]
-    for trip in trips:
-        yield f"  {trip.message.partition(chr(10))[0]}"
+    for event in session.events:
+        if is_trip(event):
+            yield f"  {event.message.partition(chr(10))[0]}"
     for rule in session.plan.rules.rules:
         yield f"  rule {rule.id}: {_work_of(rule, session.status()[rule.id])}"
     norms = {}

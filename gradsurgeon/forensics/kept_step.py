@@ -28,7 +28,7 @@ MOST_CALLS = 256
 _NUMBERS = frozenset({int, float, bool, type(None)})
 # The last operations of a longer loss are kept, and those of so many older ones that may make NaN.
 _MOST_NODES = 64
-_MOST_OLDER = 4096
+_MOST_OLDER = 1024
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:

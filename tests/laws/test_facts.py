@@ -148,24 +148,6 @@ class Scaled(nn.Module):
         return x * 1000
 
 
-class Staged(nn.Sequential):
-    """Freezes its first layers in `train`, as many as a setting says."""
-
-    def __init__(self, frozen_stages: int) -> None:
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-        self.frozen_stages = frozen_stages
-
-    def train(self, mode: bool = True) -> Any:  # noqa: FBT002 # as in torch
-        super().train(mode)
-        self.freeze()
-        return self
-
-    def freeze(self) -> None:
-        for layer in list(self.children())[: self.frozen_stages]:
-            layer.requires_grad_(False)
-
-
 FIXED = data(0, 6, 4)
 SHARED = nn.Linear(4, 2)
 
@@ -215,10 +197,6 @@ FACTS: dict[str, tuple[Callable[[], Training], str]] = {
         lambda: Training(layers(nn.Sigmoid()), batch=lambda step: pixels(step) / 5),
         "of the results are saturated: no gradient passes there. Normalise the input",
     ),
-    "stages that nobody froze": (
-        lambda: Training(Staged(1)),
-        "`frozen_stages` is 1, and `train()` of Staged reads it, but all parameters and modules of Staged train",
-    ),
 }  # fmt: skip
 
 SILENT: dict[str, Callable[[], Training]] = {
@@ -239,8 +217,6 @@ SILENT: dict[str, Callable[[], Training]] = {
     "large results of a layer into a tanh": lambda: Training(
         nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 2), nn.Tanh())
     ),
-    "stages that train() froze": lambda: Training(Staged(1).train()),
-    "no stage to freeze": lambda: Training(Staged(0)),
     "batches": lambda: Training(layers()),
     "a scheduler in time": lambda: stepped(1),
     "a warm-up and a decay": lambda: with_rates(

@@ -1,6 +1,5 @@
 """Finds settings that do nothing: attributes that torch does not read, and state dicts that match nothing or are no copy."""
 
-import re
 import sys
 import weakref
 from collections import defaultdict
@@ -19,10 +18,6 @@ _ATTRIBUTES = {"requires_grad", "require_grad", "required_grad", "requires_grads
 _ATTRIBUTE = (
     "the script sets `{attribute}` of {{names}} to {value}, an attribute that torch does not read: the parameters {state}. "
     "Call `requires_grad_({value})` instead"
-)
-_NOT_FROZEN = (
-    "`{attribute}` is {value}, and `train()` of {kind} reads it, but all parameters and modules of {{names}} train: nothing has "
-    "called `train()`, or it has frozen nothing. Call `model.train()` before the optimizer is made"
 )
 _STATES = ("still require gradients, and the optimizer updates them", "stay frozen")
 _LOADS = (
@@ -118,36 +113,3 @@ def idle_attributes(root: nn.Module, update: Update) -> Findings:
                 names[text].append(name or type(holder).__name__)
     for text, holders in names.items():
         yield Finding("attribute", text, names=tuple(holders))
-
-
-def idle_freezes(root: nn.Module) -> Findings:
-    """Yield the attributes by which a class freezes a part in its `train`, of modules in which nothing is frozen."""
-    for name, module in root.named_modules():
-        kind = type(module)
-        is_usual = kind.train is nn.Module.train
-        if is_usual or not all(each.training for each in module.modules()):
-            continue
-        params = list(module.parameters())
-        if not params or not all(param.requires_grad for param in params):
-            continue
-        read = _names_read(kind)
-        parts = [f"{name}.{key}".lstrip(".") for key, _ in module.named_children() if key in read]
-        for attribute, value in vars(module).items():
-            is_freeze = re.search("freez|frozen", attribute.lower()) and attribute in read
-            if is_freeze and isinstance(value, int) and value > 0:
-                text = _NOT_FROZEN.format(attribute=attribute, value=value, kind=kind.__name__)
-                names = tuple(parts) or (name or kind.__name__,)
-                yield Finding("freeze", text, names=names, is_fact=True)
-
-
-def _names_read(kind: type[nn.Module]) -> set[str]:
-    """Return the names in the `train` of a class, and in the methods that it calls."""
-    names = set[str]()
-    for name in ("train", *_names_in(kind.train)):
-        names.update(_names_in(getattr(kind, name, None)))
-    return names
-
-
-def _names_in(function: object) -> tuple[str, ...]:
-    code = getattr(function, "__code__", None)
-    return getattr(code, "co_names", ())

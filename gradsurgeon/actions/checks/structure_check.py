@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Check, Finding, Findings, Pass, Update
-from gradsurgeon.actions.checks.idle_settings import idle_attributes, idle_freezes, idle_loads
+from gradsurgeon.actions.checks.idle_settings import idle_attributes, idle_loads
 from gradsurgeon.actions.checks.loss_graph import LossGraph
 from gradsurgeon.actions.checks.structure_facts import StructureFacts
 from gradsurgeon.tensors.sampling import sample
@@ -51,9 +51,6 @@ class StructureCheck(Check):
         root = update.model.root()
         if root is not None:
             yield from idle_loads(root, has_updated=bool(self._seen))
-            # A schedule may unfreeze parts later.
-            if not self._seen:
-                yield from idle_freezes(root)
         if self._seen and update.step > _UPDATES and update.step % _LATER:
             return
         new = []
