@@ -61,6 +61,10 @@ LINE_HINT = (
     f"{_OUTSIDE}compute it in the forward of the model, or train with `then: warn`, to get its line"
 )
 LINE_FOLLOWS = f"{_OUTSIDE}the next backward pass shows its line"
+_UNREAD = (
+    "what operations of the loss have saved was not read, because reading it may run code: a checkpoint or a hook of the "
+    "script keeps it, or torch is older than 2.10"
+)
 _HAS_MODEL = "the model returned no tensor, so the operation may be one of its own"
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
@@ -292,6 +296,9 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
     yield from _doubts_of_outputs(replayed, failed)
     if source.is_outside:
         yield LINE_HINT
+        loss = failed.kept.losses.get(replayed.call.number)
+        if loss is not None and any(node.is_unread for node in loss.nodes):
+            yield _UNREAD
     if source.diagnosis.where == "unknown":
         yield _UNSEEN
     for rival in source.rivals[:1]:

@@ -13,7 +13,7 @@ from gradsurgeon.actions import spelled
 from gradsurgeon.forensics.undisturbed import RandomState
 from gradsurgeon.language.planning.manifest import class_names
 from gradsurgeon.tensors import _dist, _numbers, _torch
-from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode, PassKey
+from gradsurgeon.tensors.backward_graph import UNREAD, BackwardGraph, LossNode, PassKey
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import SAMPLE, sample
 from gradsurgeon.tensors.structure import Path, parameters_of, tensors_in
@@ -176,7 +176,7 @@ class KeptStep:
         for node in reversed(nodes):
             saved = _bytes_of(node)
             if size + saved > room:
-                node.saved.clear()
+                node.saved = {UNREAD: True}
             else:
                 size += saved
         self.losses[self.passes + 1] = KeptLoss(

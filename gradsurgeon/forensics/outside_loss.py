@@ -142,7 +142,7 @@ def _makers(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> set[int]:
             inherited = set()
         elif _is_mask(node, kind) and kind != "NaN":
             inherited = inherited | {"Inf"}
-        elif kind == "NaN" or place in makers or bad_source or not _is_harmless(node):
+        elif kind == "NaN" or place in makers or bad_source or _may_make_nonfinite(node):
             inherited = {"NaN", "Inf"}
         possible.append(inherited)
     return makers
@@ -237,6 +237,11 @@ def _nonfinite_argument(node: LossNode) -> tuple[str, int]:
 
 def _is_harmless(node: LossNode) -> bool:
     return node.name.partition("Backward")[0] in _HARMLESS.split()
+
+
+def _may_make_nonfinite(node: LossNode) -> bool:
+    # A constant that was not read may hold anything.
+    return node.is_unread or not _is_harmless(node)
 
 
 def _is_mask(node: LossNode, kind: str | None) -> bool:

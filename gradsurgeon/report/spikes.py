@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 # Norms of one training differ from step to step by less than this.
 TIMES = 10.0

@@ -10,6 +10,7 @@ from itertools import count, groupby
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -39,6 +40,10 @@ _MAKER_NAMES = (
 _MAKERS = frozenset(_MAKER_NAMES.split())
 
 NO_GRAPH = -2
+# Among the names of what a node keeps if some of it was not read.
+UNREAD = "unread"
+# Older releases of torch do not tell which saved tensors run code when they are read, so none is read.
+READS_SAVED = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001 # no public name
 # The names of the operations at which a pass begins, and its number among the passes of an update that begin alike.
 PassKey = tuple[str, ...]
 
@@ -48,7 +53,7 @@ class LossNode:
     """A node between a model's outputs and its loss.
 
     Attributes:
-        saved: what it keeps for the backward pass, by name; the pass releases it.
+        saved: what it keeps for the backward pass, by name; the pass releases it. `UNREAD` stands for what was not read.
         made_of: per argument, the place of its node; -1 for an output of the model or a leaf, `NO_GRAPH` without a graph.
             The sources of nodes before `OLDER` are not kept: they have -1, too.
         distance: how many nodes of its thread were made from it to the first root, if it is before `OLDER`.
@@ -64,9 +69,15 @@ class LossNode:
         values = {}
         for name, value in self.saved.items():
             is_freed = isinstance(value, Tensor) and readable(value) is None
-            if not is_freed:
+            if is_freed:
+                values[UNREAD] = True
+            else:
                 values[name] = value
         return values
+
+    @property
+    def is_unread(self) -> bool:
+        return UNREAD in self.readable_values()
 
 
 # The saved attributes by type of node, with their names, and whether they are packed, as numbers are not. Listing the
@@ -78,7 +89,7 @@ def _has_hooks(packed: Any) -> bool:
     """Tell whether reading a saved tensor runs code: of the script, or a checkpointed forward pass."""
     if isinstance(packed, tuple):  # some nodes save several tensors under one name
         return any(map(_has_hooks, packed))
-    return getattr(packed, "unpack_hook", packed) is not None
+    return not READS_SAVED or packed.unpack_hook is not None
 
 
 def _saved(node: Any) -> dict[str, Any]:
@@ -94,11 +105,13 @@ def _saved(node: Any) -> dict[str, Any]:
     values = {}
     for attribute, name, is_packed in _saved_names[kind]:
         try:
-            if not is_packed or not _has_hooks(getattr(node, f"_raw{attribute}")):
+            if is_packed and _has_hooks(getattr(node, f"_raw{attribute}")):
+                values[UNREAD] = True
+            else:
                 values[name] = getattr(node, attribute)
         except RuntimeError:
             # Torch refuses a tensor that the script has written into since, and all tensors once their pass is over.
-            continue
+            values[UNREAD] = True
     return values
 
 

@@ -370,6 +370,21 @@ def test_a_loss_that_is_the_logarithm_of_a_negative_number_is_no_mean_over_nothi
     )
 
 
+def test_what_follows_from_gradients_that_were_not_finite_is_told_by_the_trap_alone() -> None:
+    model = nn.Linear(2, 1)
+    bad = torch.full((3, 1), float("nan"))
+
+    def loss(step: int) -> Tensor:
+        outputs: Tensor = model(torch.ones(3, 2))
+        return (outputs * bad).sum() if step == 1 else outputs.sum()
+
+    train = fitted(model, sgd(model), loss, 6)
+    checks = [
+        {"id": name, "action": name, "params": "*"} for name in ("check-loop", "check-update")
+    ]
+    assert told(train, rule_file(*checks)) == []
+
+
 def test_probabilities_outside_of_a_clamp_are_found() -> None:
     model = nn.Linear(16, 1)
     targets = torch.arange(32.0).remainder(2)[:, None]

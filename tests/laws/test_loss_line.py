@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from ranks import Json
 from small import rule_file, sgd, take_step
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon.forensics import kept_step
@@ -24,6 +25,7 @@ Loss = Callable[[Tensor], Tensor]
 WARNS: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
 LOOP: Json = {"id": "loop", "action": "check-loop", "params": "*"}
 SKIPS: Json = {**WARNS, "then": "skip-step"}
+BAD = torch.full((3,), math.nan)
 BATCH = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
 # Each is finite, and its gradient is not: row 2 of what the model returns is where the derivative has no value.
@@ -311,6 +313,25 @@ def test_what_cannot_be_known_is_blamed_on_no_operation(loss: Loss, headline: st
     trap, *_ = steps(loss, SKIPS, number=1)
     assert trap.diagnosis is not None
     assert headline in trap.diagnosis["headline"]
+
+
+def offloaded(x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return (x * BAD + 1).sum()
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    loss = checkpoint(lambda x: (x * BAD + 1).sum(), x, use_reentrant=False)
+    return torch.as_tensor(loss)
+
+
+@pytest.mark.parametrize("loss", [offloaded, checkpointed])
+def test_what_a_hook_keeps_is_not_read_and_no_later_operation_is_blamed(loss: Loss) -> None:
+    trap, *_ = steps(loss, SKIPS, number=1)
+    assert trap.diagnosis is not None
+    assert "NaN came back to the output of the model" in trap.diagnosis["headline"]
+    assert trap.diagnosis["cause"] == "unknown"
+    assert "a checkpoint or a hook of the script keeps it" in trap.message
 
 
 def test_a_mode_of_the_script_around_backward_passes_does_not_keep_ours() -> None:

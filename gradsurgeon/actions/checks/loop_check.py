@@ -82,6 +82,8 @@ class NonfiniteLosses(Check):
 
     def __init__(self) -> None:
         self._findings: list[Finding] = []
+        # Whether losses are not finite since a pass whose gradients were not either.
+        self._follows_nonfinite_grads = False
 
     def before_pass(self, starting: Pass) -> Findings:
         if self._findings and not starting.is_any(starting.members):
@@ -101,8 +103,12 @@ class NonfiniteLosses(Check):
 
     def _judge(self, done: Pass, seen: Tensor) -> Findings:
         loss = float(seen)
-        # The trap reports a NaN that is in the gradients also.
-        if math.isfinite(loss) or not done.grads or not _are_finite(done):
+        if math.isfinite(loss):
+            self._follows_nonfinite_grads = False
+            return ()
+        # The trap reports a NaN that is in the gradients also, and weights may keep it.
+        self._follows_nonfinite_grads |= not _are_finite(done)
+        if self._follows_nonfinite_grads or not done.grads:
             return ()
         value = f"{loss:g}"
         remedy = _GROWN

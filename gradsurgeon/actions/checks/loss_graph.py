@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradsurgeon.actions.checks.base import Check, Finding, Findings, LossSource, Pass, Update
 from gradsurgeon.actions.checks.models_of_passes import is_elsewhere
-from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, READS_SAVED, LossNode
 
 # The graph of a loss is looked at in so many passes, and of each so many of the last operations.
 PASSES = 3
@@ -105,6 +105,9 @@ _DTYPES = (
 _OUT_OF_RANGE = (
     "the data that goes into a layer with a {activation} has a mean magnitude of {size:.3g}, so {share:.0%} of the results are "
     "saturated: no gradient passes there. Normalise the input to a range of about -1 to 1"
+)
+_UNREAD = (
+    "losses were not looked at: torch before 2.10 does not show what their operations have saved"
 )
 
 
@@ -207,6 +210,8 @@ class LossGraph(Check):
         if self._passes == PASSES or starting.graph is None:
             return
         self._passes += 1
+        if not READS_SAVED:
+            yield Finding("unread", _UNREAD, is_fact=True)
         loss = starting.graph.last_nodes(_MOST_NODES)
         for finding in self._findings(loss):
             if not is_elsewhere(finding.text, starting):

@@ -82,6 +82,8 @@ class Unmoved(OptimizerCheck):
         self._suspects: dict[int, int] = {}
         # Each suspect is tested where its gradient is largest: places, values before this update, and updates without a move.
         self._tests: dict[int, tuple[Tensor, Tensor, int]] = {}
+        # Parameters whose sample was not finite: no later update has made it so.
+        self._nonfinite: set[int] = set()
         # The largest usual size of a gradient so far.
         self._usual = 0.0
 
@@ -140,8 +142,10 @@ class Unmoved(OptimizerCheck):
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
         nonfinite = []
         for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
-            if not is_finite and index in update.grads and update.has_finite_grad(index):
-                nonfinite.append(index)
+            if not is_finite and index not in self._nonfinite:
+                self._nonfinite.add(index)
+                if index in update.grads and update.has_finite_grad(index):
+                    nonfinite.append(index)
             if share:
                 self.owner.moved.add(index)
                 self._suspects.pop(index, None)
