@@ -107,7 +107,7 @@ _OUT_OF_RANGE = (
     "saturated: no gradient passes there. Normalise the input to a range of about -1 to 1"
 )
 _UNREAD = (
-    "losses were not looked at: torch before 2.10 does not show what their operations have saved"
+    "the operations of losses were not checked: torch before 2.10 does not show what they have saved"
 )
 
 
