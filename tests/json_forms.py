@@ -61,7 +61,7 @@ If the records do not tell, `told` is `false`, `missing` says why, and the numbe
 | `version` | 1 |
 | `added`, `removed` | objects with `id`, `action`, `target`, the names `params` and `modules`, `elements`, and `on` |
 | `changed` | objects with `id`, `action`, `target`, `fields` (`name`, `before`, `after`), `effect`, `params_before`, `params_after`, `elements_before`, `elements_after`, and `on` |
-| `order` | pairs of rules that act in another order: `first` and `second` now, on how many `tensors` |
+| `order` | pairs of rules that act in another order: `first` and `second` now, on how many `tensors`, and `on`: for `first` and `second` each as for a changed rule, or `null` |
 | `params`, `tensors` | tensors under other rules: `name`, and the ids `before` and `after`; a renamed rule has its new id in both |
 | `lost_protection` | parameters that a rule edited, trapped or froze, and no rule does now |
 | `lost_trap` | further parameters for which no trap stops or skips a step now |

@@ -36,7 +36,7 @@ MOMENTS: tuple[Moment, ...] = ("forward", *POINTS, "updated")
 
 GRADIENTS_ONLY = "`when` is for edits of outputs and inputs: gradients exist in training only"
 
-# What to write for `tensor`.
+# The hints on `tensor` by target.
 _TENSORS: Mapping[TargetKind, str] = {
     "params": "leave `tensor` out, or write `value`, `update` or `state.NAME` with `norm-log`",
     "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one by path as `output[0].grad`",
@@ -232,10 +232,12 @@ class Rule(Options):
             yield Flaw("at", message, "remove it")
 
     def _flaws_of_conditions(self, target: TargetKind) -> Iterator[Flaw]:
-        of_modules = {"module_type", "owns_params"}
-        known = {"modules": of_modules, "tensors": set[str]()}
-        known["params"] = Where.model_fields.keys() - {"owns_params"}
-        for key in sorted(self.where.model_fields_set - known[target]):
+        conditions: Mapping[TargetKind, set[str]] = {
+            "params": Where.model_fields.keys() - {"owns_params"},
+            "modules": {"module_type", "owns_params"},
+            "tensors": set(),
+        }
+        for key in sorted(self.where.model_fields_set - conditions[target]):
             yield Flaw(("where", key), f"`{key}` is no condition on {target}", "remove it")
         if target == "params" and self.when is not None:
             yield Flaw("when", GRADIENTS_ONLY, "remove it")

@@ -144,6 +144,21 @@ def _field_at(model: type[Options], path: Path) -> tuple[Any, dict[str, Any]]:
     return field, fields
 
 
+def _hint_on(field: Any, kind: str, value: Any, choices: list[str], wanted: str) -> str:
+    """Return what to write in place of a wrong value, empty if only the message can say."""
+    if field.examples:
+        return f"such as {field.examples[0]}".replace("'", "")
+    if choices and isinstance(value, str):
+        return did_you_mean(value, choices)
+    if kind == "tuple_type":
+        return 'quote patterns, such as "*.weight"'
+    if kind not in _TYPES:
+        return ""
+    if isinstance(value, str):
+        return f"write {wanted} without quotes"
+    return f"write {wanted}"
+
+
 def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     kind = error["type"]
     value = error["input"]
@@ -159,18 +174,8 @@ def _wrong_value(field: Any, path: Path, key: str, error: Any) -> Flaw:
     is_of_key = hint.startswith(f"did you mean `{key}: ")
     if choices and is_of_key and not any(f": {choice}" in hint for choice in choices):
         hint = ""
-    if hint:
-        pass
-    elif field.examples:
-        hint = f"such as {field.examples[0]}".replace("'", "")
-    elif choices and isinstance(value, str):
-        hint = did_you_mean(value, choices)
-    elif kind == "tuple_type":
-        hint = 'quote patterns, such as "*.weight"'
-    elif kind in _TYPES:
-        hint = f"write {wanted}"
-        if isinstance(value, str):
-            hint += " without quotes"
+    if not hint:
+        hint = _hint_on(field, kind, value, choices, wanted)
     check = "wrong-type" if kind in _TYPES else "bad-value"
     return Flaw(path, f"`{key}` must be {wanted}, found {described(value)}", hint, check)
 

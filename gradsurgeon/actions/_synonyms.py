@@ -4,7 +4,10 @@ from collections.abc import Mapping
 
 
 def _by_word(words_of: Mapping[str, str]) -> dict[str, str]:
-    return {word: form for form, words in words_of.items() for word in words.split()}
+    form_of: dict[str, str] = {}
+    for form, words in words_of.items():
+        form_of |= dict.fromkeys(words.split(), form)
+    return form_of
 
 
 _OWN = "no action of gradsurgeon, but one of your own with ten lines: the guide has it on the page of own actions"

@@ -25,7 +25,8 @@ class CheckStructure(CheckRule):
     times; a target, teacher or moving average that is the network itself; a table of random numbers that is an attribute of
     a module, is used in the loss, and is neither a parameter nor a buffer; three linear layers in a row without an
     operation between them; linear layers in float32 where most compute in half precision; three passes alike that add up
-    their gradients, with losses that no number divides.
+    their gradients, with losses that no number divides; data so large that it saturates a sigmoid or tanh of the first
+    layer.
 
     ## What stays quiet
     A tied weight that is one tensor; a copy in a model whose `config.tie_word_embeddings` is False; layers that were

@@ -140,8 +140,8 @@ class ClipNorm(EditRule):
         if self.per == "module":
             return name.rpartition(".")[0]
         prefix = re.escape(self.per).replace(r"\{n\}", r"\d+")
-        found = re.match(rf"{prefix}(?=\.)", name)
-        return name if found is None else found[0]
+        match = re.match(rf"{prefix}(?=\.)", name)
+        return name if match is None else match[0]
 
     @property
     def joins_norms(self) -> bool:
@@ -208,15 +208,15 @@ def _factors(norms: Tensor, bound: Tensor | float) -> Tensor:
 
 def clips_by_themselves(rules: Iterable[Rule]) -> list[Rule]:
     """Return the rules that clip each gradient by itself, where no rule says by `per` that its author knows."""
-    found: list[Rule] = []
+    clips: list[Rule] = []
     for rule in rules:
         if not isinstance(rule, ClipNorm):
             continue
         if "per" in rule.model_fields_set:
             return []
         if rule.clips_each and rule.point == "step":
-            found.append(rule)
-    return found
+            clips.append(rule)
+    return clips
 
 
 def _norms_of_units(tensor: Tensor) -> Tensor:

@@ -182,10 +182,13 @@ class Combine(LossRule):
         memory = self.memory or ()
         if self.preference is None and not memory:
             return None
-        trained = max(1, len(losses) - len(memory))
-        preference = self.preference or dict.fromkeys(losses, 1.0 / trained)
-        of_memory = dict.fromkeys(memory, 0.0)
-        return [of_memory.get(name, preference.get(name, 1.0)) for name in losses]
+        number_trained = max(1, len(losses) - len(memory))
+        preference = self.preference or dict.fromkeys(losses, 1.0 / number_trained)
+        preferences = []
+        for name in losses:
+            is_remembered = name in memory
+            preferences.append(0.0 if is_remembered else preference.get(name, 1.0))
+        return preferences
 
 
 def _page_of_methods() -> str:

@@ -136,9 +136,11 @@ class Mask(EditRule):
             if mask is None:
                 return f"has a mask in {self.file} whose elements are not all 0 or 1"
             masks.add(mask)
-        if len(masks) != 1:
-            return f"has {'unlike masks under its names' if masks else 'no mask'} in {self.file}"
-        (self._masks[names[0]],) = masks
+        if not masks:
+            return f"has no mask in {self.file}"
+        if len(masks) > 1:
+            return f"has unlike masks under its names in {self.file}"
+        self._masks[names[0]] = masks.pop()
         return ""
 
     def compile(self) -> Edit:

@@ -75,8 +75,8 @@ class Perturb(EditRule):
             if wide.is_complex():
                 real = real.real + real.imag
             # Masks, places and categories are whole numbers, and infinity times noise may be NaN.
-            is_moved = real.isfinite() & (real != real.round())
-            factor = noise(real).to(real.dtype).where(is_moved, 0.0)
+            gets_noise = real.isfinite() & (real != real.round())
+            factor = noise(real).to(real.dtype).where(gets_noise, 0.0)
             change = (wide * factor).where(factor != 0, 0.0)
             # In two steps: 1 + noise would lose the digits of little noise.
             return (wide + change).to(tensor.dtype)

@@ -94,7 +94,7 @@ def check_page(name: str) -> Iterator[str]:
     yield ""
     yield "Found:"
     yield ""
-    yield from _rule_file(map("- {}".format, check.bad))
+    yield from _rule_file([f"- {rule}" for rule in check.bad])
 
 
 def _sections(rule: type[Rule]) -> Iterator[str]:
@@ -112,10 +112,10 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _acts_on(rule: type[Rule]) -> str:
-    targets = ", ".join(map("`{}`".format, rule.targets))
+    targets = ", ".join(f"`{target}`" for target in rule.targets)
     if not rule.takes_at:
         return f"Acts on {targets}. It has no `at`: it acts at a moment of its own."
-    points = ", ".join(map("`{}`".format, rule.points))
+    points = ", ".join(f"`{point}`" for point in rule.points)
     default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
     return f"Acts on {targets}; on parameters at {points} ({default})."
 
@@ -143,7 +143,12 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def keys(rule: type[Rule], *, shared: bool) -> list[str]:
     """Return the own options of an action, or the options that every rule shares."""
     options = rule_schema(rule)["properties"]
-    return [key for key in options if key != "action" and (key in _SHARED) is shared]
+    chosen = []
+    for key in options:
+        is_shared = key in _SHARED
+        if key != "action" and is_shared is shared:
+            chosen.append(key)
+    return chosen
 
 
 def _type(info: Mapping[str, Any]) -> str:
@@ -153,7 +158,7 @@ def _type(info: Mapping[str, Any]) -> str:
         return " | ".join(map(str, info["enum"]))
     if "anyOf" not in info:
         return _TYPES[info["type"]]
-    names = list(map(_type, info["anyOf"]))
+    names = [_type(choice) for choice in info["anyOf"]]
     if names == ["text", "list"]:
         return "pattern or list of patterns"
     return " or ".join(names)
@@ -230,4 +235,5 @@ def _effect(example: Example) -> Iterator[str]:
 
 
 def _numbers(values: Sequence[float]) -> str:
-    return f"[{', '.join(map('{:g}'.format, values))}]"
+    numbers = [f"{value:g}" for value in values]
+    return f"[{', '.join(numbers)}]"

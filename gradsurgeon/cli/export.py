@@ -79,8 +79,8 @@ def _write_csv(out: IO[str], series: Chosen) -> None:
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
     for step, rank, rule, point, stat, name, value in _rows(series):
-        texts = map(_cell, (rule, point, stat, name))
-        writer.writerow((step, rank, *texts, digits(value)))
+        cells = (_cell(rule), _cell(point), _cell(stat), _cell(name))
+        writer.writerow((step, rank, *cells, digits(value)))
 
 
 def _write_jsonl(out: IO[str], series: Chosen, events: Sequence[Event]) -> None:

@@ -47,17 +47,17 @@ def run(arguments: argparse.Namespace) -> int:
     except BindError as error:
         print(error, file=sys.stderr)
         return 1
-    told = on_run.tried(MatchedRules(rules, Matcher(manifest)), run, open_bounds)
+    tried = on_run.tried(MatchedRules(rules, Matcher(manifest)), run, open_bounds)
     if arguments.format == "json":
         form = plan.to_dict()
         for entry in form["rules"]:
-            if entry["id"] in told:
-                entry["on"] = told[entry["id"]].to_dict()
+            if entry["id"] in tried:
+                entry["on"] = tried[entry["id"]].to_dict()
         print_json(form)
         return 0
     print(plan)
-    if told:
+    if tried:
         from gradsurgeon.report.evidence import words  # noqa: PLC0415 # imported with numpy
 
-        print("", *words.table(told), *words.thresholds(told), sep="\n")
+        print("", *words.table(tried), *words.thresholds(tried), sep="\n")
     return 0

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradsurgeon.common.events import is_trip
+from gradsurgeon.actions import Rule, TrapRule
+from gradsurgeon.common.events import RuleStatus, is_trip
 from gradsurgeon.errors import (
     GradSurgeonError,
     ModelError,
@@ -37,8 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     from gradsurgeon import api, forensics  # noqa: PLC0415 # needs torch
     from gradsurgeon.cli.review import model_loading  # noqa: PLC0415 # needs torch
 
-    # The bundle is checked first: building a model can take minutes.
+    # The bundle and the rules are checked first: building a model can take minutes.
     forensics.check(Path(arguments.bundle))
+    if arguments.rules is not None:
+        api.load(arguments.rules)
     model = model_loading.load_model(arguments.model, with_values=True)
     if arguments.device is not None:
         try:
@@ -78,13 +81,11 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
         finally:
             session.remove()
     yield f"under {printable(rules)}, with the output gradients of the step:"
-    for event in filter(is_trip, session.events):
-        yield f"  {event.message.partition(chr(10))[0]}"
-    for rule, status in session.status().items():
-        text = f"fired {status.fired}"
-        if status.altered is not None:
-            text += f", changed {status.altered}"
-        yield f"  rule {rule}: {text}"
+    for event in session.events:
+        if is_trip(event):
+            yield f"  {event.message.partition(chr(10))[0]}"
+    for rule in session.plan.rules.rules:
+        yield f"  rule {rule.id}: {_work_of(rule, session.status()[rule.id])}"
     norms = {}
     for name, param in model.named_parameters():
         if param.grad is not None:
@@ -96,3 +97,14 @@ def _under_rules(bundle: str, model: Any, rules: str) -> Iterator[str]:
         largest = max(norms, key=norms.__getitem__)
         whole = math.hypot(*norms.values())
         yield f"  the gradients are finite: norm {whole:.4g}, the largest {norms[largest]:.4g} of {largest}"
+
+
+def _work_of(rule: Rule, status: RuleStatus) -> str:
+    if isinstance(rule, TrapRule) and not rule.edits:
+        from gradsurgeon.report.rules_and_events import trap_words  # noqa: PLC0415 # only here
+
+        return trap_words(status, (), 1)
+    text = f"fired {status.fired}"
+    if status.altered is not None:
+        text += f", changed {status.altered}"
+    return text

@@ -59,7 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _kinds(text: str) -> list[str]:
-    kinds = list(dict.fromkeys(map(str.strip, text.split(","))))
+    words = [word.strip() for word in text.split(",")]
+    kinds = list(dict.fromkeys(words))
     known = get_args(EventKind)
     for kind in kinds:
         if kind not in known:
@@ -126,8 +127,10 @@ def _write_norms(folders: Sequence[Path], path: Path) -> None:
         raise GradSurgeonError("`--norms` writes the norms of one run: ask for one at a time")
     with writing(str(path)):
         is_rounded = norms_file.write(run_norms.read(folders[0]), path)
-    rest = "; some steps stand for others, so counts are rounded" if is_rounded else ""
-    print(f"{printable(str(path))}: the norms of {printable(str(folders[0]))}{rest}")
+    text = f"{printable(str(path))}: the norms of {printable(str(folders[0]))}"
+    if is_rounded:
+        text += "; some steps stand for others, so counts are rounded"
+    print(text)
 
 
 def _print_json(folders: Sequence[Path]) -> None:

@@ -4,8 +4,6 @@ import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -51,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
                     print(f"{result.place}: {how}")
     if arguments.junit is not None:
         _write_junit(Path(arguments.junit), results)
-    outcomes = Counter(map(attrgetter("outcome"), chain.from_iterable(results.values())))
+    outcomes = _outcomes(results)
     failed = outcomes["failed"]
     skipped = outcomes["not run"]
     summary = f"{count(outcomes.total(), 'test')}: {failed} failed"
@@ -63,17 +61,24 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
+def _outcomes(results: dict[str, list[Result]]) -> Counter[str]:
+    outcomes: Counter[str] = Counter()
+    for of_file in results.values():
+        outcomes.update(result.outcome for result in of_file)
+    return outcomes
+
+
 def _files(paths: Sequence[str]) -> dict[str, None]:
     """Return the files of tests, each once."""
-    found: dict[str, None] = {}
+    files: dict[str, None] = {}
     for path in paths:
-        files = [path]
+        below = [path]
         if Path(path).is_dir():
-            files = list(map(str, sorted(Path(path).rglob(f"*{SUFFIX}"))))
-        if not files:
+            below = list(map(str, sorted(Path(path).rglob(f"*{SUFFIX}"))))
+        if not below:
             raise GradSurgeonError(f"there is no file *{SUFFIX} in {printable(path)} or below")
-        found |= dict.fromkeys(files)
-    return found
+        files |= dict.fromkeys(below)
+    return files
 
 
 def _write_junit(path: Path, results: dict[str, list[Result]]) -> None:

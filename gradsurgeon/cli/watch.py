@@ -81,8 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
             _draw(report, hint)
         else:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            words = [f"{now} {report.head[-1]}", _newest(report), *rank_lines(report.progress)]
-            print("; ".join(filter(None, words)), flush=True)
+            head = f"{now} {report.head[-1]}"
+            parts = [head, _newest_values(report), *rank_lines(report.progress)]
+            print("; ".join(part for part in parts if part), flush=True)
         begin = time.monotonic()
         if arguments.html is not None and (begin >= next_page or not is_running):
             with writing(arguments.html):
@@ -152,9 +153,14 @@ def screen(report: Report, columns: int) -> list[str]:
     sections.append(wholes)
     sections += tables[losses + len(history.kinds) :]
     lines: list[str] = []
-    for section in filter(None, map(list, sections)):
-        lines += [*section, ""]
-    return [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in lines[:-1]]
+    for section in sections:
+        before = len(lines)
+        for line in section:
+            fits = len(line) <= columns
+            lines.append(line if fits else f"{line[: columns - 1]}…")
+        if len(lines) > before:
+            lines.append("")
+    return lines[:-1]
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -162,12 +168,14 @@ def _head(report: Report) -> Iterator[str]:
     if report.steps is not None:
         step = f"step {report.steps[1]}"
     yield f"{step} of {printable(report.title)}"
-    yield from filter(None, [_newest(report)])
+    values = _newest_values(report)
+    if values:
+        yield values
     yield from report.outcome.top
     yield from rank_lines(report.progress)
 
 
-def _newest(report: Report) -> str:
+def _newest_values(report: Report) -> str:
     """Return the last losses and learning rates, in words."""
     words = [f"{loss.name} {loss.values[-1]:.4g}" for loss in report.tagged]
     rates = {f"{rate.values[-1]:.4g}" for rate in report.rates}

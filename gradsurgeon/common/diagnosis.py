@@ -210,12 +210,13 @@ class Diagnosis:
         """Return the diagnosis as values that JSON has, documented under ``The diagnosis as JSON``."""
         whole = asdict(self)
         values = {key: whole[key] for key in _KEYS}
-        line = [asdict(_NO_LINE), *whole["lines"]][-1]
+        line = whole["lines"][-1] if self.lines else asdict(_NO_LINE)
         why = whole["cause"] or asdict(_NO_CAUSE)
+        has_direction = self.where in ("forward", "backward")
         values.update(
             headline=self.headline,
             op=self.operation,
-            direction=self.where if self.where in ("forward", "backward") else "",
+            direction=self.where if has_direction else "",
             file=line["file"],
             line=line["line"] or None,
             code=line["text"],
@@ -223,7 +224,7 @@ class Diagnosis:
             evidence=why["evidence"],
             remedy=why["advice"],
             outputs=[whole["output"]] if self.output is not None else [],
-            tried=[one.to_json() for one in self.tried],
+            tried=[tried.to_json() for tried in self.tried],
         )
         # Tuples become lists.
         plain: dict[str, Any] = json.loads(json.dumps(values))

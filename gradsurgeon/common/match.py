@@ -167,7 +167,8 @@ def _ways(tree: Any, *, is_repeated: bool = False) -> int:
         elif name == "BRANCH":
             if is_repeated:
                 raise PatternError("alternatives inside a repeat are not allowed", _GLOB)
-            total *= sum(map(_ways, value[1]))
+            _, branches = value
+            total *= sum(_ways(branch) for branch in branches)
         elif name in _PARTS:
             total *= _ways(_PARTS[name](value), is_repeated=is_repeated)
     return total
@@ -256,7 +257,11 @@ def suggest(text: str, names: Sequence[str], model: str = MODEL) -> str:
         return _MASK.format(row[1], f"{row[2]}:{int(row[2]) + 1 or ''}")
     # The nearest known part in place of each part.
     known = sorted(set(".".join(names).split(".")))
-    respelt = ".".join([*nearest(part, known, 1), part][0] for part in text.split("."))
+    parts = []
+    for part in text.split("."):
+        candidates = [*nearest(part, known, 1), part]
+        parts.append(candidates[0])
+    respelt = ".".join(parts)
     for attempt in (f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*", respelt):
         with suppress(PatternError):
             matched = select([compile_pattern(attempt)], names)

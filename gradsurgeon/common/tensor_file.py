@@ -44,15 +44,15 @@ class StoredTensor:
 
     def mask(self, path: Path) -> bytes | None:
         """Return a byte per element, 0 where the element is 0, or ``None`` if the elements are not all 0 or 1."""
-        letter, one = _ONES.get(self.dtype, ("B", 1))
+        letter, bits_of_one = _ONES.get(self.dtype, ("B", 1))
         size = calcsize(letter)
         content = self._content(path)
         if len(content) != prod(self.shape) * size:
             return None
-        if not {0, one}.issuperset(memoryview(content).cast(letter)):
+        if not {0, bits_of_one}.issuperset(memoryview(content).cast(letter)):
             return None
         # The last byte of the float 1 is not 0, nor is the first byte of a whole 1.
-        place = 0 if one == 1 else size - 1
+        place = 0 if bits_of_one == 1 else size - 1
         return content[place::size]
 
     def _content(self, path: Path) -> bytes:

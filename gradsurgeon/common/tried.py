@@ -39,15 +39,17 @@ class Tried:
         parts = [self.problem] if self.problem else []
         if self.outputs_finite == self.gradients_finite is not None:
             named = {"the outputs and the gradients": self.outputs_finite}
-        parts += [f"{name} {words[known]}" for name, known in named.items() if known is not None]
+        for name, are_finite in named.items():
+            if are_finite is not None:
+                parts.append(f"{name} {words[are_finite]}")
         if self.loss is not None:
             parts.append(f"the loss is {self.loss:.4g}")
         return f"{self.remedy} {', '.join(parts)}"
 
 
 def in_words(tried: Sequence[Tried]) -> str:
-    """Return one sentence on all remedies; it says so if nothing is known of the loss."""
+    """Return one sentence on all remedies; it says so if a step that ran again tells nothing of the loss."""
     parts = list(map(str, tried))
-    if all(one.loss is None for one in tried):
+    if any(each.loss is None and not each.problem for each in tried):
         parts.append(_LOSS_OUTSIDE)
     return "; ".join(parts)

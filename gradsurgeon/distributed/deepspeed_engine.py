@@ -22,7 +22,7 @@ from gradsurgeon.common._patching import Patch
 from gradsurgeon.tensors import _dist, _numbers
 from gradsurgeon.tensors._flat_part import FlatPart
 
-# Where the optimizers of DeepSpeed keep the parameters of the model, a list for each flat tensor.
+# Optimizers of DeepSpeed keep the parameters of the model in these attributes, a list for each flat tensor.
 _GROUPS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 # The method of an engine that updates the weights.
@@ -45,7 +45,7 @@ class EngineOptimizer(Optimizer):
     left_out = False
 
     def step(self, closure: None = None) -> None:  # type: ignore[override] # an engine takes no closure
-        """Let the engine update its weights."""
+        """Run the update of the engine."""
         del closure
         self.update()
 
@@ -111,7 +111,11 @@ class Engine:
         optimizer.found_inf = None
         if scale != 1.0:
             optimizer.grad_scale = torch.tensor(scale)
-            grads = [grad for grad in map(self.grad_of, params) if grad is not None]
+            grads = []
+            for param in params:
+                grad = self.grad_of(param)
+                if grad is not None:
+                    grads.append(grad)
             norms = _numbers.norms(_dist.parts(grads))
             optimizer.found_inf = norms.isfinite().all().logical_not()
 

@@ -196,6 +196,9 @@ def largest(groups: _dist.Groups) -> _dist.Groups:
     by_ranks = dict[frozenset[int], Any]()
     for group in groups:
         by_ranks.setdefault(frozenset(_dist.members(group)), group)
-    return tuple(
-        [by_ranks[ranks] for ranks in by_ranks if not any(ranks < other for other in by_ranks)]
-    )
+    outermost = []
+    for ranks, group in by_ranks.items():
+        is_inside_another = any(ranks < other for other in by_ranks)
+        if not is_inside_another:
+            outermost.append(group)
+    return tuple(outermost)

@@ -95,19 +95,19 @@ class Replication:
         """Return which parameters of an update other ranks hold as well."""
         replicas = []
         ranks = self._ranks()
-        rest = list(indices)
+        unwrapped = list(indices)
         # If several wrappers have a parameter, the wrapper that averaged it last counts.
         for wrapper in sorted(
             ranks.wrappers(), key=lambda known: self._follow(known).last_pass, reverse=True
         ):
             ignored = self._indices_of(data_parallel.ids_ignored_by(wrapper))
             wrapped = ranks.inside(wrapper) - ignored
-            own = [index for index in rest if index in wrapped]
-            rest = [index for index in rest if index not in wrapped]
+            own = [index for index in unwrapped if index in wrapped]
+            unwrapped = [index for index in unwrapped if index not in wrapped]
             if own and len(_dist.members(wrapper.process_group)) > 1:
                 replicas.append(self._of_wrapper(wrapper, own))
         by_ranks = defaultdict(list)
-        for index, param in zip(rest, self._params(rest), strict=True):
+        for index, param in zip(unwrapped, self._params(unwrapped), strict=True):
             if param is not None:
                 by_ranks[_dist.holders(param)].append(index)
         for holders, own in by_ranks.items():

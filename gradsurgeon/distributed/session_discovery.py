@@ -6,13 +6,14 @@ meet in the key-value store of the job. The first rank that closes the roll clos
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from gradsurgeon.language.planning import Plan, is_for, shortfalls
+from gradsurgeon.actions import Rule
+from gradsurgeon.language.planning import Manifest, Plan, is_for, shortfalls
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors._channel import Channel, numbered
@@ -158,6 +159,31 @@ def unheard(ranks: Sequence[int]) -> str:
     return f"nothing heard of rules on {_dist.named(ranks)} within {LIMIT:g} s"
 
 
+def _note_matches(rules: RuleSet, plans: Mapping[str, Plan]) -> dict[str, set[str]]:
+    """Return the names that rules have matched on this rank so far, by rule."""
+    mine = _matched[rules.sha256]
+    for rule in rules.rules:
+        # Only rules with `expect` need the number of names; for other rules one name is enough.
+        most = None if rule.expect else 1
+        for plan in plans.values():
+            names = [binding.name for binding in plan.of(rule.id)]
+            mine[rule.id].update(names[:most])
+    return mine
+
+
+def _rules_to_ask_about(
+    rules: RuleSet, models: Mapping[str, Manifest], *, alone: bool
+) -> Iterator[tuple[Rule, list[str]]]:
+    """Yield rules that may match names on other ranks only, or that count them, with their errors on this rank."""
+    for rule in rules.rules:
+        errors = shortfalls(replace(rules, rules=(rule,)), models)
+        is_for_others = False
+        if alone and rule.model:
+            is_for_others = not any(is_for(rule, manifest) for manifest in models.values())
+        if (errors or rule.expect) and not is_for_others:
+            yield rule, errors
+
+
 def lacking(
     rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
 ) -> tuple[list[str], dict[str, str]]:
@@ -169,24 +195,11 @@ def lacking(
     if _dist.world() == 1:
         return shortfalls(rules, models), {}
     channel = Channel(f"matched/{rules.sha256}")
-    mine = _matched[rules.sha256]
-    for rule in rules.rules:
-        # Only rules with `expect` need the number of names; for other rules one name is enough.
-        most = None if rule.expect else 1
-        for plan in plans.values():
-            mine[rule.id].update([binding.name for binding in plan.of(rule.id)][:most])
+    mine = _note_matches(rules, plans)
     # A store that has failed must not end the script: no other rank can be asked then.
     with suppress(RuntimeError):
         channel.set(f"names/{channel.rank}", mine)
-    asked = []
-    for rule in rules.rules:
-        # The errors of this rank.
-        short = shortfalls(replace(rules, rules=(rule,)), models)
-        may_match_nothing = (
-            alone and rule.model and not any(is_for(rule, m) for m in models.values())
-        )
-        if (short or rule.expect) and not may_match_nothing:
-            asked.append((rule, short))
+    asked = list(_rules_to_ask_about(rules, models, alone=alone))
     if not asked:
         return [], {}
     # Without the store this rank knows only its own names.

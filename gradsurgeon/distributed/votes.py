@@ -142,23 +142,24 @@ class Voter:
         channel: a channel of these ranks.
         hosts: the name of the host of each rank.
         patience: seconds to wait for a missing vote.
-        tell: called once if the store fails, and whenever a vote is missing.
+        notify: called once if the store fails, and whenever a vote is missing.
     """
 
     def __init__(
-        self, channel: Channel, hosts: Sequence[str], patience: float, tell: Callable[[str], None]
+        self, channel: Channel, hosts: Sequence[str], patience: float, notify: Callable[[str], None]
     ) -> None:
         self.channel = channel
         self._counter = Counter(channel, dict(zip(channel.ranks, hosts, strict=True)))
         channel.lingers = self._counter.serves or _job_store.is_hosted_here()
         self._patience = patience
-        self._notify = tell
+        self._notify = notify
         # Maps each pass to the known sum of votes after this rank cast its vote, and the decision.
         self._values: dict[int, int] = {}
         self._decisions: dict[int, VoteResult] = {}
-        self._met = 0
+        # The number of exchanges since the last vote.
+        self._exchanges = 0
         # Whether some rank has stopped voting, so no vote can be complete.
-        self._is_left = False
+        self._has_lost_rank = False
         with self._asking():
             self._counter.open(patience)
 
@@ -178,7 +179,7 @@ class Voter:
 
     def cast(self, objections: Sequence[Objection]) -> int:
         """Vote on the pass that has ended; return its number."""
-        self._met = 0
+        self._exchanges = 0
         with self._asking():
             self.channel.go_on()
             number = self.channel.age
@@ -203,7 +204,7 @@ class Voter:
         if number in self._values:
             with self._asking():
                 self._decisions[number] = self._read(number, self._values.pop(number))
-            if self._is_left:
+            if self._has_lost_rank:
                 self.channel.close()
         return self._decisions.get(number)
 
@@ -214,8 +215,8 @@ class Voter:
         ranks have read the decision on the last pass.
         """
         if not name:
-            self._met += 1
-            name = f"{self.channel.age}/diagnosis/{self._met}"
+            self._exchanges += 1
+            name = f"{self.channel.age}/diagnosis/{self._exchanges}"
         with self._asking():
             if limit:
                 return self.channel.meet(name, value, self.channel.ranks, limit)
@@ -261,7 +262,7 @@ class Voter:
         text = _ABSENT.format(lacking=number - voted(value), number=number, waited=waited)
         if gone:
             text = _LEFT.format(having=_dist.having(gone))
-            self._is_left = True
+            self._has_lost_rank = True
         self._notify(text)
         return value
 

@@ -98,7 +98,7 @@ def _contents(failed: FailedStep) -> dict[str, Any]:
     return {
         **_parts_of(kept, _COUNTS),
         "losses": losses,
-        "calls": list(map(_call_for_file, kept.calls)),
+        "calls": [_call_for_file(call) for call in kept.calls],
         "weights": _weights_for_file(failed.called),
         "trees": {name: repr(module) for name, module in failed.called.items()},
     }
@@ -218,8 +218,10 @@ def _call_in(
 ) -> KeptCall:
     """Return a call for this device: a bundle may come from a device of another kind."""
     states, *host = entry["random"]
-    here = ("cpu", device)
-    states = {name: s.cpu() for name, s in states.items() if torch.device(name).type in here}
+    states_here = {}
+    for name, state in states.items():
+        if torch.device(name).type in ("cpu", device):
+            states_here[name] = state.cpu()
     autocast = {**entry["autocast"]}
     if document["device"] in autocast:
         autocast[device] = autocast.pop(document["device"])
@@ -229,7 +231,7 @@ def _call_in(
     return KeptCall(
         module=lambda: module,
         name=entry["name"],
-        random=RandomState(states, *host),
+        random=RandomState(states_here, *host),
         autocast=autocast,
         weights=weights,
         training=entry["training"],

@@ -205,8 +205,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _largest_input(call: Call) -> float:
-    sizes = [_largest(tensor) for tensor in call.tensors if is_real(tensor) and tensor.numel()]
-    return max(sizes, default=0.0)
+    tensors = [tensor for tensor in call.tensors if is_real(tensor) and tensor.numel()]
+    return max(map(_largest, tensors), default=0.0)
 
 
 def _by_another_kernel(call: Call, index: int) -> Tensor | None:

@@ -172,7 +172,9 @@ def _with_samples(
     # The dimension may be made of samples and heads.
     samples = sorted({row * size // rows.size for row in rows.rows})
     other = min(set(range(size)).difference(samples))
-    order = [other if row in samples else row for row in range(size)]
+    order = list(range(size))
+    for row in samples:
+        order[row] = other
     replayed = replay(with_samples(call, order), watch_tags)
     source = _to_blame(replayed, failed)
     is_other = source is None or source.diagnosis.lines != diagnosis.lines
@@ -271,7 +273,7 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
     blamed = [source for source in blamed if not source.intended]
     if not blamed:
         # A trap on modules can trip without a non-finite gradient.
-        blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
+        blamed = [replayed.modules[name] for name in replayed.modules if name in failed.modules]
     return min(blamed, key=lambda source: source.when, default=None)
 
 
@@ -309,7 +311,7 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether the replay changed a buffer as the call did."""
     call = replayed.call
-    # Those before the next call of the module, else those of the module now, or of the bundle.
+    # The next call of the module kept its buffers; without a next call, the module or the bundle has them.
     last = {**dict(failed.called[call.name].named_buffers()), **call.weights}
     calls = [*failed.kept.calls, *failed.kept.later]
     for later in reversed(calls[calls.index(call) + 1 :]):

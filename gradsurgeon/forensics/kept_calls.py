@@ -20,7 +20,7 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
-# Of the random states; Python keeps each of 625 words as an object.
+# The size of the random states; Python keeps each of 625 words as an object.
 _RANDOM_BYTES = 50_000
 # The name of the tag by which a script tells the numbers of the samples in its batch.
 SAMPLE_IDS = "sample_ids"
@@ -35,7 +35,7 @@ _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 def _spared(method: _Method) -> _Method:
-    """Let a method of `KeptCalls` note its errors instead of raising them in the script: the call is then not kept."""
+    """Return a method of `KeptCalls` that notes errors instead of raising them in the script: the call is then not kept."""
 
     @wraps(method)
     def run(kept: "KeptCalls", *args: Any, **kwargs: Any) -> None:

@@ -26,8 +26,9 @@ Fingerprint = tuple[tuple[int, ...], Tensor]
 MAX_BYTES = 256 * 2**20
 MOST_CALLS = 256
 _NUMBERS = frozenset({int, float, bool, type(None)})
-# The last operations of a longer loss are kept.
+# The last operations of a longer loss are kept, and those of so many older ones that may make NaN.
 _MOST_NODES = 64
+_MOST_OLDER = 1024
 
 
 def fingerprint(tensor: Tensor) -> Fingerprint | None:
@@ -167,23 +168,20 @@ class KeptStep:
         """Keep the loss of the next pass, if there is room: a diagnosis needs the calls more than the loss."""
         # A part of the loss, such as a gradient penalty, may come before another call.
         spans = [(call.first_node, call.last_node) for call in self.calls]
-        nodes = graph.last_nodes(_MOST_NODES, [(0, self.calls[0].first_node - 1), *spans])
+        before = (0, self.calls[0].first_node - 1)
+        nodes = graph.last_nodes(_MOST_NODES, [before, *spans], older=_MOST_OLDER)
+        room = MAX_BYTES - self.bytes
         size = 0
-        for node in nodes:
-            for value in node.saved.values():
-                kind = type(value)
-                if kind in _NUMBERS:  # nearly always
-                    continue
-                # A tree of all values would be flattened in most of the time that keeping a loss takes.
-                values = value if kind is tuple else (value,)
-                for one in values:
-                    if isinstance(one, Tensor):
-                        size += one.nbytes
-        loss = KeptLoss(
+        # Of a loss that is too large the last operations keep their tensors.
+        for node in reversed(nodes):
+            saved = _bytes_of(node)
+            if size + saved > room:
+                node.saved.clear()
+            else:
+                size += saved
+        self.losses[self.passes + 1] = KeptLoss(
             graph.loss, nodes, size, has_model=not any(last for _, last in spans), pass_key=pass_key
         )
-        if self.bytes + loss.bytes <= MAX_BYTES:
-            self.losses[self.passes + 1] = loss
 
     def shorten(self) -> None:
         if self.bytes <= MAX_BYTES and len(self.calls) <= MOST_CALLS:
@@ -247,6 +245,20 @@ class FailedStep:
             if any("FSDPModule" in class_names(module) for module in model.modules()):
                 return True
         return False
+
+
+def _bytes_of(node: LossNode) -> int:
+    size = 0
+    for value in node.saved.values():
+        kind = type(value)
+        if kind in _NUMBERS:  # nearly always
+            continue
+        # A tree of all values would be flattened in most of the time that keeping a loss takes.
+        values = value if kind is tuple else (value,)
+        for one in values:
+            if isinstance(one, Tensor):
+                size += one.nbytes
+    return size
 
 
 def _input_name(module: nn.Module, path: Path) -> str:

@@ -11,7 +11,7 @@ import torch
 from gradsurgeon.common.diagnosis import Line
 from gradsurgeon.forensics.operations import lines_of_node
 from gradsurgeon.tensors import _torch
-from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode, PassKey
+from gradsurgeon.tensors.backward_graph import OLDER, BackwardGraph, LossNode, PassKey
 
 TellLines = Callable[[tuple[Line, ...]], None]
 # A pass of another model may come first.
@@ -56,6 +56,8 @@ class _Awaited:
     place: int
     pass_key: PassKey
     tell: TellLines
+    # From the operation to the root, if it is before `OLDER`.
+    distance: int
     # The passes that it was looked for in.
     passes: int = 0
 
@@ -65,12 +67,22 @@ class _Awaited:
         for place in range(len(self.nodes) - 1, self.place - 1, -1):
             name, sources = self.nodes[place]
             node: Any = met.get(place)
+            if name == OLDER:
+                return self._older_node_in(root)
             if node is None or node.name() != name or len(node.next_functions) != len(sources):
                 return None
             for source, (following, _) in zip(sources, node.next_functions, strict=True):
                 if source >= 0:
                     met.setdefault(source, following)
         return met[self.place]
+
+    def _older_node_in(self, root: Any) -> Any:
+        number = root._sequence_nr() - self.distance  # noqa: SLF001 # no public name
+        name, _ = self.nodes[self.place]
+        for node in BackwardGraph([root]).nodes():
+            if node._sequence_nr() == number and node.name() == name:  # noqa: SLF001 # as above
+                return node
+        return None
 
 
 class LossLine:
@@ -87,7 +99,7 @@ class LossLine:
     ) -> None:
         """Call a function with the line of a node, if a pass with the same key has the same operations."""
         shape = [(node.name, node.made_of) for node in nodes]
-        self._awaited.append(_Awaited(shape, place, pass_key, tell))
+        self._awaited.append(_Awaited(shape, place, pass_key, tell, nodes[place].distance))
         noted_lines.enter(self)
 
     def look(self, graph: BackwardGraph) -> None:

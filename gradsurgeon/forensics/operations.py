@@ -67,7 +67,8 @@ class Call:
     @property
     def nonfinite_numbers(self) -> list[float]:
         leaves = tree_leaves((self.args, self.kwargs))
-        return [n for n in leaves if isinstance(n, float) and not math.isfinite(n)]
+        numbers = [leaf for leaf in leaves if isinstance(leaf, float)]
+        return [number for number in numbers if not math.isfinite(number)]
 
     def passed(self, tensor: Tensor) -> Tensor:
         """Return the tensor that the script passed: it differs from a copy of one that was written over."""
@@ -121,7 +122,7 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     infinite = int(values.isinf().sum())
     if nan or infinite:
         finite = values[values.isfinite()]
-        # Of a sharded, sparse or complex tensor the values have another shape.
+        # The values of a sharded, sparse or complex tensor have another shape.
         if values.dim() and values.shape == tensor.shape:
             rows = _rows_in(where_is(values, "NaN" if nan else "Inf"))
     low = None
@@ -253,7 +254,11 @@ class ModuleCalls:
 
 def lines_here() -> tuple[Line, ...]:
     stack = traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 # documented
-    return _of_script((f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack)
+    places = []
+    for frame, line in stack:
+        code = frame.f_code
+        places.append((code.co_filename, line, code.co_name))
+    return _of_script(places)
 
 
 def lines_of_node(node: Any) -> tuple[Line, ...]:

@@ -13,7 +13,7 @@ from gradsurgeon.forensics.cause import cause, cause_of_call, remedy_for
 from gradsurgeon.forensics.kept_step import KeptLoss
 from gradsurgeon.forensics.operations import Call, facts, nonfinite_kind
 from gradsurgeon.forensics.sources import BLANK, NonfiniteSource, held
-from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode, label_of, operation_of
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, OLDER, LossNode, label_of, operation_of
 
 # Elementwise operations are repeated, and these, with the overloads that their nodes stand for.
 _OVERLOADS = {
@@ -33,6 +33,7 @@ _INFINITE = "its derivative is not finite there"
 _EMPTY = "it is a mean over nothing: no {} counts"
 _TOO_LARGE = "the outputs of the model are finite, and their sum is too large for the format"
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
+_PERHAPS_BEFORE = f"{_NOT_KEPT}; it is far from the end of the loss, and what was before it is not known: that may be to blame instead"
 _OUTPUT = -1
 _UNKNOWN = -3
 # Operations with which scripts write infinities that they mean.
@@ -47,7 +48,7 @@ _HARMLESS = (
     "Unbind UnsafeView Unsqueeze View"
 )
 # The beginnings of nodes with several results.
-_SEVERAL = ("Split", "Unbind", "UnsafeSplit", "Linalg", "Compiled", "VarMean", "StdMean")
+_SEVERAL = (OLDER, "Split", "Unbind", "UnsafeSplit", "Linalg", "Compiled", "VarMean", "StdMean")
 # The edge of a node for a kept argument: edges have the order of the arguments, and a bias comes before its matrices.
 _EDGES = {"self": 0, "target": 1, "mat1": -2, "exponent": -1, "other": -1, "mat2": -1}
 
@@ -300,7 +301,10 @@ def _maker(loss: KeptLoss, place: int, result: Tensor) -> NonfiniteSource:
         # An argument without a graph may be to blame if the operation keeps nothing, as a sum does.
         if not _tensors_in(node):
             advice = ""
-        why = cause("unknown", _NOT_KEPT, advice=advice)
+        text = _NOT_KEPT
+        if any(after.name == OLDER for after in loss.nodes[place:]):
+            text = _PERHAPS_BEFORE
+        why = cause("unknown", text, advice=advice)
     return _blamed(loss, place, measured, why)
 
 

@@ -122,7 +122,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             out = func(*args, **kwargs)
             self.memory.add_own(tensors_of(out))
             if "empty" in name:
-                # What the memory held before is no result.
+                # Old content of the memory is no result.
                 out.zero_()
             return out
         written = Call(func, args, kwargs).written_into()

@@ -67,7 +67,7 @@ def _judged(remedy: str, replayed: Replayed, failed: FailedStep) -> Tried:
     gradients = None
     if replayed.call.grads and not replayed.returned:
         gradients = all(source.intended for source in replayed.gradients.values())
-    outputs = all(kind != "NaN" and made.intended for kind, made in replayed.outputs.values())
+    outputs = all(kind != "NaN" and source.intended for kind, source in replayed.outputs.values())
     loss = None
     kept = failed.kept.losses.get(replayed.call.number)
     # No operation comes after a model that returns the loss.
@@ -87,7 +87,7 @@ class _Changed(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         given = (args, kwargs or {})
-        # What a call writes into must stay the tensor of the script.
+        # A call that writes must write into the tensor of the script.
         if not name.startswith("__set") and (name[-1:] != "_" or name[:1] == "_"):
             changed = self._change(name.strip("_"), given)
             if changed is not None:

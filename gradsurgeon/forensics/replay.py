@@ -217,12 +217,14 @@ def _run_backward(
         source = provenance.seed("output gradient", spelled(path).lstrip("."), grad)
         if source is not None:
             replayed.returned.add(path)
+    roots = [outputs[path] for path in driven]
     with provenance:
+        # The outputs may be of a wider format.
+        grads_of_roots = [grad.to(outputs[path].dtype) for path, grad in driven.items()]
         # No watch sees this pass, and only the copies get gradients. A reentrant checkpoint refuses that.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
-            tuple(outputs[path] for path in driven),
-            # The outputs may be of a wider format.
-            tuple(grad.to(outputs[path].dtype) for path, grad in driven.items()),
+            tuple(roots),
+            tuple(grads_of_roots),
             False,
             False,
             tuple(leaves.values()),

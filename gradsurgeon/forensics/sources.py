@@ -118,11 +118,17 @@ def taken_from(call: Call, output: Tensor, kind: Kind) -> tuple[Taken, bool]:
     if _is_elementwise(call, [output, *inputs]):
         with suppress(RuntimeError):  # shapes may differ
             return _taken_by_element(inputs, where_is(output, kind), kind)
-    whole = [(tensor, each) for tensor in inputs for each in kinds_in(tensor)]
-    alike = [taken for taken in whole if taken[1] == kind]
-    if alike:
-        return alike, False
-    return whole, False
+    of_any_kind = []
+    of_this_kind = []
+    for tensor in inputs:
+        for kind_of_input in kinds_in(tensor):
+            pair = (tensor, kind_of_input)
+            of_any_kind.append(pair)
+            if kind_of_input == kind:
+                of_this_kind.append(pair)
+    if of_this_kind:
+        return of_this_kind, False
+    return of_any_kind, False
 
 
 def _taken_by_element(
@@ -150,7 +156,8 @@ def _is_elementwise(call: Call, tensors: Iterable[Tensor]) -> bool:
 def _read(call: Call) -> list[Tensor]:
     if call.stem == "copy":
         return tensors_of(call.args[1:])
-    kwargs = {name: value for name, value in call.kwargs.items() if name != "out"}
+    kwargs = dict(call.kwargs)
+    kwargs.pop("out", None)
     return tensors_of(call.args, kwargs)
 
 
@@ -197,7 +204,7 @@ class Memory:
         if tensor.is_contiguous():
             _, first, end = place_of(tensor)
             entries = self.known_about(tensor).entries
-            entries[:] = [e for e in entries if e.first < first or end < e.end]
+            entries[:] = [entry for entry in entries if entry.first < first or end < entry.end]
 
     def sources(self, tensor: Tensor, kind: Kind) -> list[NonfiniteSource]:
         """Return the sources of one kind of non-finite elements, else all known sources of the tensor."""
@@ -258,6 +265,7 @@ def place_of(tensor: Tensor) -> tuple[Any, int, int]:
     first = int(part.storage_offset()) * size
     if not part.numel():
         return part.untyped_storage(), first, first
-    lengths = zip(part.shape, part.stride(), strict=True)
-    last = sum([(int(length) - 1) * int(stride) for length, stride in lengths])
+    last = 0
+    for length, stride in zip(part.shape, part.stride(), strict=True):
+        last += (int(length) - 1) * int(stride)
     return part.untyped_storage(), first, first + (last + 1) * size

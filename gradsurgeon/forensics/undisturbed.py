@@ -64,8 +64,8 @@ def _state_of_numpy() -> tuple[Any, ...] | None:
     last_memory, state = _read
     # A second normal number, which the state then holds, lies elsewhere in memory.
     if memory != last_memory or state[3]:
-        name, words, *rest = numpy.get_state()
-        state = (name, words.tolist(), *rest)
+        name, words, *numbers = numpy.get_state()
+        state = (name, words.tolist(), *numbers)
         _read = (memory, state)
     return state
 
@@ -74,9 +74,16 @@ def _state_of_numpy() -> tuple[Any, ...] | None:
 def undisturbed(module: nn.Module, then: RandomState) -> Iterator[None]:
     """Set a random state for a replay, which works on copies of what modules keep in attributes."""
     now = RandomState.now(then.torch)
-    tables = list(map(vars, module.modules()))
-    kept = list(map(_attributes, tables))
-    copies = Copied(list(map(_own_of, kept))).value
+    tables = []
+    kept = []
+    own = []
+    for part in module.modules():
+        table = vars(part)
+        attributes = _attributes(table)
+        tables.append(table)
+        kept.append(attributes)
+        own.append(_own_of(attributes))
+    copies = Copied(own).value
     try:
         for table, attributes in zip(tables, copies, strict=True):
             table.update(attributes)

@@ -50,15 +50,16 @@ def folder() -> Path:
 def published() -> dict[str, Included]:
     """Return every published pack by `NAME@N`, or raise `IncludeError` if the installation is damaged."""
     where = folder()
+    packs = {}
     try:
         lock = json.loads((where / "packs.json").read_text(encoding="utf-8"))
-        return {
-            spec: Included(f"{PREFIX}{spec}", where / entry["file"], None, entry["sha256"])
-            for spec, entry in lock["packs"].items()
-        }
+        for spec, entry in lock["packs"].items():
+            file = where / entry["file"]
+            packs[spec] = Included(f"{PREFIX}{spec}", file, None, entry["sha256"])
     except (OSError, ValueError, KeyError) as error:
         message = f"the list of packs cannot be read: {reason_of(error)}"
         raise IncludeError(message, "install gradsurgeon again") from None
+    return packs
 
 
 def rule_file(spec: str) -> Included:

@@ -199,10 +199,11 @@ class _YamlReader:
         return root
 
     def _halt_at(self, error: yaml.MarkedYAMLError) -> NoReturn:
-        message = f"YAML syntax: {', '.join(filter(None, (error.context, error.problem)))}"
         mark: Any = error.problem_mark
         context = error.context or ""
         problem = error.problem or ""
+        parts = [part for part in (context, problem) if part]
+        message = f"YAML syntax: {', '.join(parts)}"
         is_quoted = "quoted" in context and "escape" not in problem
         is_in_token = "scanning" in context and "tab" not in problem
         if is_in_token and error.context_mark is not None:

@@ -176,17 +176,7 @@ class Delivery(Outlet):
                 if not more:
                     rows += self._unfinished.values()
                 with self._shared.lock:
-                    for event in events:
-                        self._kinds[event.kind] += 1
-                        name = self._named(f"events/{event.kind}")
-                        self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
-                        self._sink.text(event.step, f"{name}/message", event.message)
-                    for row in self._worst(rows):
-                        scalars = self._curves.scalars(row).items()
-                        if scalars:
-                            named = {self._named(name): value for name, value in scalars}
-                            self._sink.scalars(row.step, named)
-                    self._sink.flush()
+                    self._send(events, rows)
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
             self.failed = f"{self.name} has failed: {reason_of(error)}"
             self._note(f"{self.failed}{_ASIDE}")
@@ -204,6 +194,19 @@ class Delivery(Outlet):
             if row.replace:
                 self._unfinished[row.key] = row
 
+    def _send(self, events: Sequence[Event], rows: Sequence[RecordedRow]) -> None:
+        for event in events:
+            self._kinds[event.kind] += 1
+            name = self._named(f"events/{event.kind}")
+            self._sink.scalars(event.step, {name: float(self._kinds[event.kind])})
+            self._sink.text(event.step, f"{name}/message", event.message)
+        for row in self._worst(rows):
+            scalars = self._curves.scalars(row).items()
+            if scalars:
+                named = {self._named(name): value for name, value in scalars}
+                self._sink.scalars(row.step, named)
+        self._sink.flush()
+
     def _worst(self, rows: Sequence[RecordedRow]) -> Iterator[RecordedRow]:
         """Yield the rows to send. If there are too many, the worst of a few steps represents them."""
         most = _MORE_ROWS
@@ -216,7 +219,8 @@ class Delivery(Outlet):
                 yield max(of_key[start : start + steps], key=weight)
 
     def _named(self, name: str) -> str:
-        return "/".join(filter(None, (_PREFIX, self._title, name)))
+        parts = (_PREFIX, self._title, name)
+        return "/".join(part for part in parts if part)
 
 
 def weight(row: RecordedRow) -> float:
@@ -235,7 +239,7 @@ class Curves:
     """The scalars that a tracker gets of rows, by name. Tensors whose names match a pattern have a curve each."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._patterns = list(map(compile_pattern, names))
+        self._patterns = [compile_pattern(name) for name in names]
         # Maps each series to the beginning of the names of numbers over several tensors, and the tensors with a curve.
         self._known: dict[Key, tuple[str, frozenset[str]]] = {}
 

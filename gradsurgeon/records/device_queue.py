@@ -167,9 +167,12 @@ class _Layout:
                 by_calls[calls].append(name)
         rule = self._rule
         for group in by_calls.values():
-            stats = chain.from_iterable(map(columns_of, rule.stats))
+            stats: list[str] = []
+            for stat in rule.stats:
+                stats += columns_of(stat)
             keys = tuple([Key(rule.id, stat, rule.point, tuple(group)) for stat in stats])
-            self._columns.update({name: (keys, column) for column, name in enumerate(group)})
+            for column, name in enumerate(group):
+                self._columns[name] = (keys, column)
         calls_so_far = Counter[str]()
         cells = defaultdict(list)
         for position, name in enumerate(names):

@@ -82,10 +82,10 @@ class EventLog:
         self._later = defaultdict[bool, deque[int]](deque)
         self._known = set[tuple[str, str, str]]()
         self.edits = {rule.id for rule in rules if rule.edits}
-        self._tallies = {
-            rule.id: Tally(number, altered=None if isinstance(rule, EditRule) else 0)
-            for rule, number in zip(rules, matched, strict=True)
-        }
+        self._tallies: dict[str, Tally] = {}
+        for rule, number in zip(rules, matched, strict=True):
+            altered = None if isinstance(rule, EditRule) else 0
+            self._tallies[rule.id] = Tally(number, altered=altered)
         # The rules that have not fired yet, for no reason that the user knows. An optional rule on tags may match
         # nothing: whether there are tags is unknown beforehand.
         optional = [rule.id for rule in rules if rule.optional and rule.target == "tensors"]
@@ -304,8 +304,12 @@ class EventLog:
 
     def never_fired(self) -> list[tuple[str, int, str]]:
         """Return each rule that matched and never fired, the number of steps in which it was due, and the cause, if known."""
-        silent = {rule: self._tallies[rule] for rule in self.silent}
-        return [(rule, tally.quiet, tally.cause) for rule, tally in silent.items() if tally.matched]
+        never = []
+        for rule in self.silent:
+            tally = self._tallies[rule]
+            if tally.matched:
+                never.append((rule, tally.quiet, tally.cause))
+        return never
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return the status of each rule. Without ``wait`` the counts of devices are a moment old."""

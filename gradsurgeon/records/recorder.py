@@ -63,7 +63,7 @@ class Recorder:
         self.writer = writer
         self._sinks = sinks
         self._outlets: list[RunWriter | Delivery] = [*sinks]
-        # What notices edits of the script, in a run directory only: only its readers ask.
+        # Only readers of a run directory ask whether the script edits gradients.
         self.script_edits: ScriptEdits | None = None
         if writer is not None:
             self._outlets.insert(0, writer)

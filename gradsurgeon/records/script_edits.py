@@ -29,7 +29,7 @@ class ScriptEdits:
     def result(self) -> bool | None:
         """Return whether the script changed gradients, ``None`` if that is unknown. Waits for the devices."""
         try:
-            changed = list(map(bool, self._changed.values()))
+            changed = [bool(flag) for flag in self._changed.values()]
         except RuntimeError:  # a device that has failed
             return None
         return any(changed) if changed else None

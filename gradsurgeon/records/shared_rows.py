@@ -20,7 +20,7 @@ from gradsurgeon.tensors._channel import Channel
 Answer = TypeVar("Answer")
 # Rule, statistic, point, and a checksum of the names.
 _Series = tuple[str, str, str, int]
-# Of the tensors of a share, the numbers that one rank has measured.
+# The numbers that one rank has measured of the tensors of a share.
 _Part = list[list[float]]
 # Seconds: the longest wait for other ranks, at the end of a session or when a person asks for a record.
 LIMIT = 10.0
@@ -262,22 +262,28 @@ class SharedRows:
                     return True
         return False
 
-    def _merged(self, row: PendingRow, pieces: Sequence[_Piece]) -> Iterator[MeasuredRow]:
-        """Yield the columns of a row that this rank holds whole, or can merge."""
+    def _whole_numbers(self, row: PendingRow, pieces: Sequence[_Piece]) -> dict[int, float]:
+        """Return the numbers of a row by column, of the tensors whose ranks have all sent their parts."""
         numbers: dict[int, float] = {}
         merge = measure.merge_of(row.key.stat)
         for ranks, columns, series, own in pieces:
             by_pass = self._parts[series]
             by_rank = {**by_pass.get(row.number, {}), self._rank: own}
             # A row of an earlier pass was replaced, or is complete.
-            for number in [number for number in by_pass if number <= row.number]:
-                del by_pass[number]
+            for number in tuple(by_pass):
+                if number <= row.number:
+                    del by_pass[number]
             if len(by_rank) >= len(ranks):
                 parts = [by_rank[rank] for rank in sorted(by_rank)]
                 whole = merge(torch.tensor(parts, dtype=torch.float64, device="cpu"))
                 numbers.update(zip(columns, whole.tolist(), strict=True))
             elif self._channel is not None:
                 self._notify("shared rows", row.key.rule, _GIVEN_UP)
+        return numbers
+
+    def _merged(self, row: PendingRow, pieces: Sequence[_Piece]) -> Iterator[MeasuredRow]:
+        """Yield the columns of a row that this rank holds whole, or can merge."""
+        numbers = self._whole_numbers(row, pieces)
         if not numbers:
             return
         present = sorted(numbers)

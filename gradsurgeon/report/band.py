@@ -82,7 +82,8 @@ def outcome_of(
         facts[_FACTS - 1 :] = [f"and {len(facts) - _FACTS + 1:,} more"]
     lines = faults
     if facts:
-        lines += ["facts:", *map("  {}".format, facts)]
+        lines.append("facts:")
+        lines += [f"  {fact}" for fact in facts]
     return Outcome(band, top, diagnosis, remarks, lines, found)
 
 

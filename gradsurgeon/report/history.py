@@ -18,7 +18,7 @@ from gradsurgeon.report.spikes import Floats, Ints
 from gradsurgeon.report.track import RecordOrigin, Track
 
 MOST_VALUES = 32 * 2**20
-# What the optimizer acted on is nearest to `accumulated`, the point that all set-ups have in common.
+# The first point that has records is shown: `accumulated` is nearest to the gradient that the optimizer used.
 POINTS = ("accumulated", "step", "backward", "forward")
 # At these points each pass, or each call of a module, has a record: a step can have several of one tensor.
 OF_EACH_CALL = frozenset({"backward", "forward"})
@@ -110,7 +110,7 @@ class History:
                     break
             else:
                 groups.append([track])
-        return list(map(_whole, groups))
+        return [_whole(group) for group in groups]
 
 
 def _place(item: str, ordered: Sequence[str]) -> int:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has, documented under ``The report as JSON``."""
     ids = dict.fromkeys([*report.rules, *report.statuses])
-    # The note is a sentence like the others, though nothing may be wrong.
-    remarks = list(filter(None, [*report.remarks, report.frozen_note]))
+    remarks = list(report.remarks)
+    if report.frozen_note:
+        # The note is a sentence like the others, though nothing may be wrong.
+        remarks.append(report.frozen_note)
     return {
         "version": 1,
         "title": report.title,
@@ -31,10 +33,10 @@ def to_dict(report: Report) -> dict[str, Any]:
         "remarks": remarks,
         "params": report.params,
         "rules": [_rule(report, rule) for rule in ids],
-        "events": list(map(asdict, report.events)),
-        "losses": list(map(_losses, report.losses)),
-        "rates": list(map(_rate, report.rates)),
-        "norms": list(map(_norms, report.history.tracks)),
+        "events": [asdict(event) for event in report.events],
+        "losses": [_losses(loss) for loss in report.losses],
+        "rates": [_rate(rate) for rate in report.rates],
+        "norms": [_norms(track) for track in report.history.tracks],
         "median_of_one_step_in": report.history.rows_of_a_column,
     }
 

@@ -77,7 +77,10 @@ def losses_of(series: Sequence[Part], params: Collection[str]) -> list[LossSerie
     """
     recorded = list(_tagged(series, params))
     # An update over its weight is a ratio, too.
-    rules = {part.key.rule for part in series if part.key.stat in (COSINE, WEIGHT)}
+    rules = set()
+    for part in series:
+        if part.key.stat in (COSINE, WEIGHT):
+            rules.add(part.key.rule)
     for part, repeated in of_lowest_ranks(series):
         if part.key.rule not in rules or part.key.stat not in LOSS_STATS:
             continue
@@ -160,10 +163,13 @@ def _tagged(series: Iterable[Part], params: Collection[str]) -> Iterator[LossSer
 
 def _series_of(part: Part, names: Sequence[str]) -> Iterator[LossSeries]:
     """Yield the values of some names, without rows that have none."""
-    read = list(blocks(part))
-    if not read:
+    parts = list(blocks(part))
+    if not parts:
         return
-    steps, values, present = map(np.concatenate, zip(*read, strict=True))
+    all_steps, all_values, all_present = zip(*parts, strict=True)
+    steps = np.concatenate(all_steps)
+    values = np.concatenate(all_values)
+    present = np.concatenate(all_present)
     for name in names:
         column = part.columns[name]
         has_value = present[:, column]
@@ -181,20 +187,27 @@ def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[
         yield _table(stat, series), series
 
 
+def _cells(loss: LossSeries) -> dict[str, str]:
+    """Return the text of each column of a table of losses."""
+    numbers = loss.numbers
+    nonfinite = len(loss.values) - len(loss.finite)
+    cells = {"loss": printable(loss.name), "group": printable(loss.name), "history": ""}
+    cells["< 0"] = f"{100 * numbers['negative']:.0f}%"
+    cells["non-finite"] = f"{nonfinite:,}" if nonfinite else "-"
+    for column in _NUMBERS:
+        cells[column] = f"{numbers[column]:.3g}"
+    return cells
+
+
 def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     head = _HEADS.get(stat, _HEAD)
     curves = []
     rows = []
     for loss in series[:_ROWS]:
-        numbers = loss.numbers
         # A log scale has no place for 0 and less.
-        curves.append(loss.values if numbers["least"] > 0 else loss.values[:0])
-        nonfinite = len(loss.values) - len(loss.finite)
-        cells = {"loss": printable(loss.name), "group": printable(loss.name), "history": ""}
-        cells["< 0"] = f"{100 * numbers['negative']:.0f}%"
-        cells["non-finite"] = f"{nonfinite:,}" if nonfinite else "-"
-        for column in _NUMBERS:
-            cells[column] = f"{numbers[column]:.3g}"
+        has_curve = loss.numbers["least"] > 0
+        curves.append(loss.values if has_curve else loss.values[:0])
+        cells = _cells(loss)
         rows.append([cells[column] for column in head])
     notes = []
     if len(series) > _ROWS:

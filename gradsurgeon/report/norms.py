@@ -17,7 +17,7 @@ from gradsurgeon.report.track import Track
 _ROWS = 40
 _NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _HEAD = ("history", "first", "median", "max", "last", "non-finite")
-# What DDP has reduced is the same to the last bit; other set-ups reduce in another order on each rank.
+# DDP reduces to equal bits on all ranks; in other set-ups each rank reduces in another order.
 _TOLERANCE = 1e-3
 # Ranks whose norms were alike in so many rows are replicas.
 _ALIKE = 3
@@ -133,7 +133,7 @@ def _first_difference(lower: Part, higher: Part, least: int) -> Iterator[tuple[i
     alike = 0
     both = zip(blocks(lower.whole, start), blocks(higher.whole, start), strict=False)
     for ours, theirs in both:
-        # Of two ranks that are read while they write, one may have more rows.
+        # One rank may have more rows if both are read while they write.
         length = min(len(ours[0]), len(theirs[0]))
         steps, norms, present = [array[:length] for array in ours]
         other_steps, other_norms, other_present = [array[:length] for array in theirs]

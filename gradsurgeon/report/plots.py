@@ -94,7 +94,7 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
     if name is None:
         shown = set(names_of(ranked(history.tracks_of(kind))[:_LAYERS]))
         if kind == GRADIENT:
-            wholes += filter(_is_of_all, history.gradients)
+            wholes = [whole for whole in history.gradients if _is_of_all(whole)]
     else:
         shown = matching(name, names_of(history.tracks), recorded.aliases)
         kind = next(track.origin.kind for track in history.tracks if track.name in shown)
@@ -114,7 +114,7 @@ def norms(source: RecordSource, *, name: Name | None = None, rule: str | None = 
 
 
 def _is_of_all(whole: WholeNorm) -> bool:
-    # Where a step has several records, the norms of a step do not add up to the norm of all.
+    # Several records in a step do not add up to the norm of all.
     return len(whole.names) > 1 and whole.point not in OF_EACH_CALL
 
 
@@ -172,7 +172,10 @@ def _events(axes: Axes, report: Report) -> list[Line2D]:
     """Draw a line across for each step that was stopped, reported or skipped; return what explains them in the legend."""
     # A rule that cuts spikes edits gradients, and may do so in every other step.
     edits = edits_of(report.rules)
-    steps = {event.step for event in report.events if event.kind in _SKIPS or is_trip(event, edits)}
+    steps = set()
+    for event in report.events:
+        if event.kind in _SKIPS or is_trip(event, edits):
+            steps.add(event.step)
     if not steps:
         return []
     style: dict[str, Any] = {"color": _RED, "linewidth": 1}
@@ -209,34 +212,45 @@ def features(
         raise ValueError(
             f"rule {rule} has kept {len(names):,} tensors: pass name=, such as {min(names)}"
         )
-    fitting = [
-        key for key in kept if key[0] in names and step in (None, key[1]) and call in (None, key[2])
-    ]
+    fitting = []
+    for key in kept:
+        kept_name, kept_step, kept_call = key
+        is_wanted = step in (None, kept_step) and call in (None, kept_call)
+        if is_wanted and kept_name in names:
+            fitting.append(key)
     if not fitting:
         raise RecordError(
             f"rule {rule} has kept nothing of step={step}, call={call}: see `session.captured({rule!r})`"
         )
     last = max(fitting)
-    maps = _channels(last[0], kept[last], sample)
+    last_name, last_step, last_call = last
+    maps = _channels(last_name, kept[last], sample)
     shown = maps[:_CHANNELS]
+    figure = _grid_of(shown)
+    place = f"{_plain(last_name)}, step {last_step}"
+    if last_call:
+        place += f", call {last_call}"
+    channels = str(len(shown))
+    if len(maps) > len(shown):
+        channels += f" of {len(maps)}"
     height, width = maps.shape[1:]
-    rows = -(-len(shown) // _PER_ROW)
+    title = f"{place}, sample {sample}: {channels} channels of {height} x {width}"
+    figure.suptitle(title, fontsize=9)
+    return figure
+
+
+def _grid_of(maps: Any) -> Picture:
+    """Draw maps of shape (C, H, W) side by side, each on its own scale."""
+    height, width = maps.shape[1:]
+    rows = -(-len(maps) // _PER_ROW)
     shape = min(3.0, max(0.4, height / width))
     figure = Picture(1.15 * _PER_ROW, 0.7 + rows * (1.1 * shape + 0.15))
     colours = colormaps["gray"].with_extremes(bad=_RED)
-    for number, channel in enumerate(shown):
+    for number, channel in enumerate(maps):
         axes = figure.add_subplot(rows, _PER_ROW, number + 1)
         axes.imshow(channel.numpy(), cmap=colours)
         axes.set_title(str(number), fontsize=6, pad=1.5)
         axes.set_axis_off()
-    place = f"{_plain(last[0])}, step {last[1]}"
-    if last[2]:
-        place += f", call {last[2]}"
-    channels = str(len(shown))
-    if len(maps) > len(shown):
-        channels += f" of {len(maps)}"
-    title = f"{place}, sample {sample}: {channels} channels of {height} x {width}"
-    figure.suptitle(title, fontsize=9)
     return figure
 
 

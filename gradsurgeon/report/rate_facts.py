@@ -50,8 +50,10 @@ def _fact(rate: LossSeries, last: int) -> str:
     numbers = {"name": printable(rate.name), "peak": peak, "total": total}
     if 2 * tiny > total:
         return _VANISHED.format(tiny=tiny, step=rate.steps[is_tiny][0], **numbers)
-    around = np.sort(rate.values[max(0, top - 1) : top + 2])
     is_last = top + 1 == len(rate.values)
-    if updates[rate.values == peak].sum() == 1 and not is_last and around[-2] < _NEAR * peak:
+    is_of_one_update = updates[rate.values == peak].sum() == 1
+    # The peak itself is the last of these.
+    around = np.sort(rate.values[max(0, top - 1) : top + 2])
+    if is_of_one_update and not is_last and around[-2] < _NEAR * peak:
         return _ONCE.format(step=rate.steps[top], **numbers)
     return ""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from gradsurgeon.report.history import History
     from gradsurgeon.report.losses import LossSeries
 
-# Of a page in a notebook, and of a stream that is no terminal.
+# The width of a page in a notebook, and of a stream that is no terminal.
 _COLUMNS = 100
 
 
@@ -90,15 +90,16 @@ class Report:
             width = shutil.get_terminal_size((_COLUMNS, 24)).columns
         parts: list[Iterable[str]] = [[*self.head, *rank_lines(self.progress)]]
         if self.callouts:
-            parts.append(map("  {}".format, self.outcome.callout_lines))
+            parts.append([f"  {line}" for line in self.outcome.callout_lines])
         for table in self.tables:
-            notes = list(table.notes)
+            lines = list(table.lines(width))
+            lines += [f"  {note}" for note in table.notes]
             if self.norms and table is self.norms[-1]:
-                notes.append(LEGEND)
-            parts.append([*table.lines(width), *map("  {}".format, notes)])
+                lines.append(f"  {LEGEND}")
+            parts.append(lines)
         if self.events:
             parts.append(event_lines(self.events))
-        return "\n\n".join(map("\n".join, parts))
+        return "\n\n".join("\n".join(lines) for lines in parts)
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -245,7 +246,9 @@ class Report:
             return []  # the rows that are gone may have had a gradient
         logged = logged_params(self.rules, self.statuses)
         logged -= self.frozen.keys()
-        logged -= {name for kind, name in self.history.shown if kind == GRADIENT}
+        for kind, name in self.history.shown:
+            if kind == GRADIENT:
+                logged.discard(name)
         return [name for name in self.params if name in logged]
 
     @property
@@ -275,7 +278,9 @@ class Report:
         notes = [text]
         if self.dropped:
             notes.append(f"{count(self.dropped, 'row')} dropped, the oldest: memory is bounded")
-        notes += filter(None, [*self.notes, self.frozen_note])
+        notes += self.notes
+        if self.frozen_note:
+            notes.append(self.frozen_note)
         text = "; ".join(map(printable, notes))
         return [*self.outcome.top, f"summary: {printable(self.title)}: {text}"]
 

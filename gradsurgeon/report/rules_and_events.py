@@ -21,7 +21,7 @@ COSINE = "cosine"
 RATIO = "ratio"
 WEIGHT = "weight"
 DISTANCE = "distance"
-# What rules on weights measure, and the statistics of updates that are shown beside norms.
+# Rules on weights measure these; statistics of updates are shown beside norms.
 WEIGHTS = "weight"
 UPDATES = "update"
 OF_UPDATES = {"ratio": "update over weight", "moved": "share of elements moved"}
@@ -163,8 +163,11 @@ class EventGroup(NamedTuple):
     def lines(self) -> Iterator[str]:
         """Yield what happened and where, then the lines of the message."""
         event = self.first
-        where = (printable(event.rule), printable(event.name), self.on_ranks, self.repeated)
-        yield "  ".join([f"step {event.step}  {event.kind}", *filter(None, where)])
+        head = f"step {event.step}  {event.kind}"
+        for text in (printable(event.rule), printable(event.name), self.on_ranks, self.repeated):
+            if text:
+                head += f"  {text}"
+        yield head
         yield from map(printable, event.message.split("\n"))
 
     def entry(self) -> Iterator[str]:

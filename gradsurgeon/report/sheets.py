@@ -51,7 +51,8 @@ def records_of(lines: Sequence[Line], *, once: bool) -> Line:
     """
     if len(lines) == 1 and (np.diff(lines[0][0]) > 0).all():
         return lines[0]  # nearly always
-    steps, norms = map(np.concatenate, zip(*lines, strict=True))
+    steps = np.concatenate([line_steps for line_steps, _ in lines])
+    norms = np.concatenate([line_norms for _, line_norms in lines])
     order = np.lexsort((norms != NO_NORM, steps))
     steps = steps[order]
     norms = norms[order]

@@ -68,7 +68,8 @@ def raised_level(steps: Ints, norms: Floats, usual: float) -> tuple[int, int, fl
     raised = np.flatnonzero(levels > TIMES * usual)
     if not len(raised) or raised[0] == 0 or raised[-1] == blocks - 1:
         return None
-    first, last = steps[:length].reshape(blocks, LEAST_PAST)[raised[[0, -1]], [0, -1]]
+    first = steps[raised[0] * LEAST_PAST]
+    last = steps[(raised[-1] + 1) * LEAST_PAST - 1]
     return int(first), int(last), float(levels.max() / usual)
 
 

@@ -45,7 +45,7 @@ class Table(NamedTuple):
         yield self.title
         if not self.head:
             return
-        rows = list(map(list, self.rows[:most]))
+        rows = [list(row) for row in self.rows[:most]]
         if most is not None:
             longest = max(_NAME_LEAST, columns // 3)
             for row in rows:

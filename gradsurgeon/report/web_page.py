@@ -38,7 +38,7 @@ from gradsurgeon.report.sheets import NO_NORM
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.spikes import Floats, Ints
 
-# What every page begins with: nothing else is written over.
+# Every page begins so: no other file is written over.
 BEGINNING = "<!doctype html>\n<!-- gradsurgeon report -->"
 # Cells of the map that stand for no norm.
 ABSENT = 0
@@ -110,14 +110,14 @@ def page_data(run: StoredRun) -> dict[str, Any]:
             "trips": report.tally.trips,
             "findings": len(report.tally.findings) - report.tally.traps,
         }
-    notes = filter(None, [*report.notes, *rank_lines(report.progress), report.frozen_note])
+    notes = [*report.notes, *rank_lines(report.progress), report.frozen_note]
     first, left_out, last = shown_groups(report.events)
     return {
         "title": report.title,
         "folder": str(run.path),
         "ranks": len(report.ends),
         "about": {key: str(run.meta.get(key, "")) for key in _ABOUT},
-        "notes": list(notes),
+        "notes": [note for note in notes if note],
         "band": outcome.band._asdict(),
         "ended": ended,
         # In an observed run, the shares in the table of rules are of what rules would have changed.
@@ -132,7 +132,7 @@ def page_data(run: StoredRun) -> dict[str, Any]:
         "magnitudes": list(_magnitudes(report)),
         "rules": report.rule_table.plain(),
         "rule_file": section(run.meta, "rules"),
-        "events": list(map(_event, first + last)),
+        "events": [_event(group) for group in first + last],
         "left_out": left_out,
         "marks": _marks(report.events),
     }

@@ -55,8 +55,10 @@ class BackwardWatch:
         self.scaling = context.scaling
         self._watched = list(training.effects.watched)
         # The shapes of all parameters, by which all ranks distinguish several models.
-        params = context.parameters.params()
-        self.shapes = [() if param is None else tuple(param.shape) for param in params]
+        self.shapes: list[tuple[int, ...]] = []
+        for param in context.parameters.params():
+            shape = () if param is None else tuple(param.shape)
+            self.shapes.append(shape)
         self.seen = Seen()
         # Tells a `backward()` from a `torch.autograd.grad()`.
         self.accumulation = _torch.Accumulation()

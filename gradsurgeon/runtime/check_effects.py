@@ -61,7 +61,7 @@ class CheckEffect(Effect):
         self._kept = kept
         self._replication = replication
         parameters = self.context.parameters
-        # What each moment has.
+        # Every moment gets these arguments.
         self._always: dict[str, Any] = {
             "members": self.indices,
             "model": model,
@@ -285,6 +285,10 @@ def _unregistered(graph: BackwardGraph | None, context: Context) -> list[Tensor]
     if graph is None:
         return []
     known = set(context.parameters.ids())
-    # Other leaves, such as points at which a derivative is taken, are inputs.
-    leaves = graph.leaves()
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
+    unregistered = []
+    for leaf in graph.leaves():
+        # Other leaves, such as points at which a derivative is taken, are inputs.
+        is_parameter = isinstance(leaf, nn.Parameter)
+        if is_parameter and id(leaf) not in known:
+            unregistered.append(leaf)
+    return unregistered

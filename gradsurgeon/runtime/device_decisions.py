@@ -111,7 +111,7 @@ class DeviceDecisions:
         return not reason
 
     def decide(self, update: JudgedUpdate, due: Due, outcome: DeviceOutcome, looks: Looks) -> None:
-        """Let the device decide on an update in the place of traps. Does not wait for it."""
+        """Pass the objections of traps to the device, which decides on an update. Does not wait for it."""
         late_update = update.without_gradients()
         objections = []
         for bound, norms in looks.items():

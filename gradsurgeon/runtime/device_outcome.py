@@ -37,9 +37,9 @@ class DeviceOutcome:
         # The scaler changes its tensor.
         self.loss_scale = None if loss_scale is None else loss_scale.clone()
         self.left_out = _joined(self._flags)
-        # What waits for the host to know: whether a scaler, and whether anything, left the update out.
+        # Callbacks that the host calls once it knows whether a scaler, and whether anything, left the update out.
         self._held: list[Callable[[bool, bool], object]] = []
-        # What the host knows; a hook of the script may have asked within the step.
+        # The host knows these answers; a hook of the script may have asked within the step.
         self._known: tuple[bool, bool] | None = None
 
     def decide(self, objections: Sequence[Tensor]) -> None:
@@ -70,7 +70,10 @@ def _joined(flags: Sequence[Tensor]) -> Tensor:
 
 def when_made(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:
     """Do what belongs to an update that takes place: now, or once the host knows."""
-    when_known(outcome, True, lambda made: made and act(*args))
+    if outcome is None:
+        act(*args)
+    else:
+        outcome.hold(lambda _, left_out: left_out or act(*args))
 
 
 def when_judged(outcome: DeviceOutcome | None, act: Act, *args: Any) -> None:

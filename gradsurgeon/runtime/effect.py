@@ -292,7 +292,7 @@ class WeightUpdate:
     due: Due = NOTHING_DUE
     # The scale on the gradients that a fused optimizer gets.
     scale: Tensor | None = None
-    # What the host learns right before the next update, if only the device knows whether this one takes place.
+    # The host learns this right before the next update if only the device knows whether this update takes place.
     outcome: DeviceOutcome | None = None
     # The flag of a `GradScaler` that the host reads together with the numbers of traps.
     unread: DeviceOutcome | None = None

@@ -25,7 +25,7 @@ class Gradients:
         self.context = context
         # Whether no parameter of the session is left out.
         self._is_whole = len(indices) == len(context.names)
-        # Those of the parameters that have a gradient.
+        # The parameters that have a gradient.
         self.indices, grads = context.parameters.grads(indices)
         self._now = dict(zip(self.indices, grads, strict=True))
         # Whether this rank holds only a part of some gradient.
@@ -33,7 +33,7 @@ class Gradients:
         self.scale = scale
         # The parameters that the optimizer does not find in this update.
         self.hidden: Collection[int] = ()
-        # What the host learns later, if only the device knows whether the update takes place.
+        # The host learns this later if only the device knows whether the update takes place.
         self.outcome: DeviceOutcome | None = None
         # The measured norms, and their tensors.
         self._norms: Norms = ()
@@ -54,7 +54,7 @@ class Gradients:
         return [index for index in indices if index in self._now]
 
     def grads_of(self, indices: Iterable[int]) -> list[Tensor]:
-        return list(map(self._now.__getitem__, indices))
+        return list(map(self._now.__getitem__, indices))  # no loop in Python: asked in every step
 
     def unscaled(self, indices: Iterable[int]) -> list[Tensor]:
         """Return gradients in true units, for reading only."""

@@ -22,7 +22,7 @@ from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.inner_products import Contributions, pairs
 
 _PLAIN = "the parameters get the plain sum, as without the rule"
-_NONFINITE = f"the gradient of {{some}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
+_NONFINITE = f"the gradient of {{losses}} is non-finite: {_PLAIN}, so a trap or a scaler can see it"
 # These functions draw from the generator of the script, unless they are given another.
 _DRAWS = frozenset(
     {
@@ -136,8 +136,9 @@ class LossEffect(Effect):
                 nonfinite.append(printable(sender))
         if nonfinite:
             # Under `SyncBatchNorm`, one non-finite loss makes the gradients of all losses non-finite.
-            some = " or ".join(nonfinite)
-            self.notice_once(f"loss {some}", _NONFINITE.format(some=some), step=step)
+            losses = " or ".join(nonfinite)
+            text = _NONFINITE.format(losses=losses)
+            self.notice_once(f"loss {losses}", text, step=step)
             return {}
         weights, problem = self._solved(due, combination, products)
         if not weights.isfinite().all():

@@ -175,7 +175,7 @@ class OptimizerWatch:
         if update.inside:
             self._effects.refuse_inside_backward(owner.indices)
         running.append(update)
-        update.due = self._effects.due(owner.counter)
+        self._training.find_due(update)
         for bound in update.due.before_step:
             bound.effect.before_step(update, bound)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -209,26 +209,22 @@ class OptimizerWatch:
         # The device may have stopped the update before.
         if not event_log.raised and not device.begin(optimizer, update):
             cause = self._training.step_starting(update)
-        params = self._context.parameters.params
-        if update.overflowed is not None:
-            # A fused optimizer makes state in a step that it leaves out.
-            if self._context.acts and update.due.hidden_by:
-                update.hide(optimizer, params(update.due.hidden_by))
-            return
-        update.judged = True
-        update.stopped = cause is not None
-        if cause is not None and not cause.skips:
-            update.returned = True
-            self._end(update)
-            # A frame that held the error would keep the optimizer alive with its traceback.
-            raise cause.error()
-        if event_log.raised:
-            self._end(update)
-            event_log.raise_raised()
+        if update.overflowed is None:
+            update.judged = True
+            update.stopped = cause is not None
+            if cause is not None and not cause.skips:
+                update.returned = True
+                self._end(update)
+                # A frame that held the error would keep the optimizer alive with its traceback.
+                raise cause.error()
+            if event_log.raised:
+                self._end(update)
+                event_log.raise_raised()
         if update.stopped:
             update.skip(optimizer)
         elif update.hidden_by:
-            update.hide(optimizer, params(update.hidden_by))
+            # Under an overflow too: a fused optimizer makes state in a step that it leaves out.
+            update.hide(optimizer, self._context.parameters.params(update.hidden_by))
         if update.outcome is not None and update.outcome.for_traps:
             update.flag = LentFlag(optimizer, update.outcome.left_out)
         update.witness = first_with_gradient(optimizer)
@@ -247,6 +243,7 @@ class OptimizerWatch:
                 owner = self._owners[optimizer]
                 cleared = update.has_cleared()
                 if cleared is None:
+                    # A step that found no gradient is taken to do as earlier steps of its optimizer.
                     cleared = bool(owner.clears)
                 elif owner.clears is not False:
                     owner.clears = cleared

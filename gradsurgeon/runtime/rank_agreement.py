@@ -134,6 +134,7 @@ class RankAgreement:
         return Heard(last.voter, tuple(objections), unanimous)
 
     def _heard_without_votes(self, counter: StepCounter) -> Heard:
+        """Return `ALONE` if this rank decides alone, else that the other ranks were not heard."""
         context = self._context
         if counter.passes:
             # If a rank without rules is known, an earlier notice has said so.
@@ -219,6 +220,7 @@ class RankAgreement:
         return not set(divided).isdisjoint(groups)
 
     def _call(self, groups: _dist.Groups) -> Meeting | None:
+        """Return the roll of the sessions on the ranks of some groups; ``None`` if a rank lacks equal rules."""
         context = self._context
         devices = set()
         for param in context.parameters.present():

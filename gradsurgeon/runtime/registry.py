@@ -90,8 +90,12 @@ def unwatch_steps() -> None:
 
 
 def enter(model: nn.Module, attachment: Attachment) -> None:
-    beside = attachment.context.outside
-    replaced = [] if beside else applied_to(model)
+    """Attach a session to a model, and remove earlier sessions of the script on it. All or nothing.
+
+    A session of the launcher replaces no other, and acts after the sessions of the script.
+    """
+    is_of_launcher = attachment.context.outside
+    replaced = [] if is_of_launcher else applied_to(model)
     # The finalizer notices when a model dies; it must not keep the model alive.
     finalizer = weakref.finalize(model, attachment.model_gone)
     finalizer.atexit = False
@@ -110,7 +114,7 @@ def enter(model: nn.Module, attachment: Attachment) -> None:
         # Replaced at once: another thread may be about to iterate over the sessions.
         _attached[:] = sorted([*_attached, attachment], key=attrgetter("context.outside"))
         for other in _attached:
-            if other.context.outside and not beside:
+            if other.context.outside and not is_of_launcher:
                 other.controller.steps.go_last()
                 if other.model() is model:
                     other.controller.go_last()

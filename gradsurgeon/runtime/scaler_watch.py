@@ -78,7 +78,11 @@ class Scaling:
 
     def pop_scale(self, tasks: Sequence[int]) -> Tensor | None:
         """Return the scale on the gradients of a finished pass, given its task numbers."""
-        scales = [self._passes.pop(task) for task in tasks if task in self._passes]
+        scales = []
+        for task in tasks:
+            scale = self._passes.pop(task, None)
+            if scale is not None:
+                scales.append(scale)
         return scales[0] if scales else None
 
     @property

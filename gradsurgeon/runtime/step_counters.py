@@ -83,7 +83,8 @@ class StepCounters:
         first = self._of[indices[0]]
         if len(first.indices) == len(self._of):  # nearly always one optimizer owns all tensors
             return [first]
-        return list(dict.fromkeys(map(self._of.__getitem__, indices)))
+        counters = dict.fromkeys(self._of[index] for index in indices)
+        return list(counters)
 
     @property
     def latest(self) -> int:

@@ -88,15 +88,19 @@ class Training:
             for bound in due.before_unscaling:
                 bound.effect.before_unscaling(update, bound, scaler.get_scale())
 
+    def find_due(self, update: WeightUpdate) -> None:
+        """Set the rules that are due in an update, and the parameters that they hide from the optimizer."""
+        update.due = self.effects.due(update.counter)
+        if self.context.acts:
+            update.hidden_by = update.due.hidden_by
+
     def step_starting(self, update: WeightUpdate) -> StopReason | None:
         """Act right before an update, with traps and then with rules at `step`; return why weights stay as they are, if they do."""
         context = self.context
         counter = update.counter
         if update.due is NOTHING_DUE or context.is_paused:
-            update.due = self.effects.due(counter)
+            self.find_due(update)
         due = update.due
-        if context.acts:
-            update.hidden_by = due.hidden_by
         if update.unread is None:
             self._before_update(update)
         heard = ALONE

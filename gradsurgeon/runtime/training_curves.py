@@ -136,7 +136,8 @@ class TrainingCurves:
         losses = {}
         for place, number in enumerate(sorted(sums)):
             loss = sums[number]
-            name = self.name_of(counter, f"{LOSS}[{place}]" if place else LOSS, loss.indices)
+            title = f"{LOSS}[{place}]" if place else LOSS
+            name = self.name_of(counter, title, loss.indices)
             losses[name] = loss.value
         return losses
 

@@ -183,7 +183,11 @@ class TensorTrap(Trap):
         fed = [(flag, count) for flag, count in counted if flag.fed]
         report = activation_report(fed)
         trapped = () if report is None else report.modules
-        ignored = [pair for pair in counted if not (pair[0].fed or pair[0].name in trapped)]
+        ignored = []
+        for flag, count in counted:
+            is_reported = flag.fed or flag.name in trapped
+            if not is_reported:
+                ignored.append((flag, count))
         self._mention(ignored)
         return {self: report} if fed else {}
 

@@ -39,12 +39,13 @@ class TrapReport:
     modules: tuple[str, ...] = ()
     # The parameters with a non-finite gradient at the update.
     bad: tuple[str, ...] = ()
-    # Where to look, if no diagnosis says more.
+    # The hint says where to look if no diagnosis says more.
     hint: str = ""
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the report with the ranks that contributed NaN or Inf, if they are known."""
-        if not self.reduced or not (ranks or self.guilty is False):
+        is_known = bool(ranks) or self.guilty is False
+        if not self.reduced or not is_known:
             return self
         # Later trips show their head alone.
         cause = _OF_OTHERS

@@ -39,7 +39,7 @@ _OVERFLOW = (
 _EDITED = "right before the update, and finite before the rules at `step`"
 
 
-# What traps have looked at: numbers of which a non-finite one may be an objection.
+# Traps have looked at these numbers: a non-finite number may be an objection.
 Looks = Mapping[Bound, Norms]
 
 
@@ -105,7 +105,7 @@ class Traps:
         return objections
 
     def look(self, update: JudgedUpdate, judges: Sequence[Bound]) -> Looks:
-        """Let traps look at an update, each at numbers that are still on the device."""
+        """Return the numbers, still on the device, that traps look at in an update."""
         looks = {}
         for bound in judges:
             norms = bound.effect.look(update, bound)

@@ -175,11 +175,11 @@ class _DryRun(pickle.Unpickler):
     def _tensor_of_storage(self, storage: Any, *form: Any) -> None:
         self._tensor(storage, *form, storage.dtype)
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> None:
-        grad, _, dtype = rest
+    def _tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *form: Any) -> None:
+        requires_grad, _, dtype = form
         numbers = (offset, *size, *stride)
         are_sizes = all(type(number) is int and number >= 0 for number in numbers)
-        if not are_sizes or type(grad) is not bool:
+        if not are_sizes or type(requires_grad) is not bool:
             raise RefusedError("a tensor has sizes that are none")
         numel = prod(size)
         room = storage.numel * storage.dtype.itemsize // dtype.itemsize

@@ -128,7 +128,7 @@ class Channel:
         self._keys[key] = self.age
 
     def keep(self, key: str) -> None:
-        """Let a key stay in the store."""
+        """Keep a key in the store for good."""
         self._keys.pop(key, None)
 
     def post(self, reader: int, message: object) -> None:

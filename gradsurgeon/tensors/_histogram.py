@@ -32,7 +32,10 @@ def histograms(tensors: Tensors) -> Tensor:
     counts = torch.zeros(len(parts), _COLUMNS, dtype=torch.float64, device=device)
     one = torch.ones((), dtype=torch.float64, device=device)
     for pieces in _together(flats):
-        wide = [part if part.dtype in _WIDE else part.float() for _, part in pieces]
+        wide = []
+        for _, part in pieces:
+            is_wide = part.dtype in _WIDE
+            wide.append(part if is_wide else part.float())
         columns = _columns(torch.cat(wide))
         start = 0
         for number, elements in pieces:

@@ -135,10 +135,13 @@ def over(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
             filled += members[place] + [len(norms)] * (longest - len(members[place]))
         positions = _torch.integers(tuple(filled), norms.device).view(-1, longest)
         table = torch.cat([norms, norms.new_zeros(1)])[positions]
-    # On the host float64 holds every power of a float32 number that matters; some devices have no float64.
-    dtype = torch.float64 if _torch.is_host(norms) else None
-    joint: Tensor = torch.linalg.vector_norm(table, order, dim=1, dtype=dtype)
-    return joint.float()
+    joint: Tensor = torch.linalg.vector_norm(table, order, dim=1)
+    if _may_be_out_of_range(joint, order):
+        # A norm that fits keeps the bits that a device computes.
+        wide = torch.linalg.vector_norm(table, order, dim=1, dtype=torch.float64).float()
+        fits = (joint >= _TINY) & joint.isfinite()
+        joint = torch.where(fits, joint, wide)
+    return joint
 
 
 # Squares of elements below about 1e-19 lose digits in float32, and below 1e-23 they vanish.
@@ -267,8 +270,8 @@ def _by_rows(grad: Tensor) -> Tensor:
             # Half precision is converted in parts that stay in the cache.
             parts = torch.split(rows, 256)
         of_rows += [torch.linalg.vector_norm(in_float32(part), dim=1) for part in parts]
-        rest = in_float32(flat[even:])
-        of_rows.append(torch.linalg.vector_norm(rest).view(1))
+        last_row = in_float32(flat[even:])
+        of_rows.append(torch.linalg.vector_norm(last_row).view(1))
     norm: Tensor = torch.linalg.vector_norm(torch.cat(of_rows).double())
     return norm
 

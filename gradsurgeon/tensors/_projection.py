@@ -140,14 +140,14 @@ def _of_elements(rows: Tensor) -> Tensor:
 
 def _of_long(flat: Tensor) -> Tensor:
     row_count = math.ceil(len(flat) / PERIOD)
-    full_rows, rest = divmod(len(flat), PERIOD)
-    even = len(flat) - rest
+    full_rows, length_of_last = divmod(len(flat), PERIOD)
+    even = len(flat) - length_of_last
     sums = flat.new_empty(1, row_count, dtype=_numbers.widened(flat))
     # `narrow` takes half the time of an index, which counts for each of hundreds of tensors.
     full = flat.narrow(0, 0, even).view(-1, PERIOD)
     _sum_rows(full, _column_signs, sums.narrow(1, 0, full_rows))
-    if rest:
-        last = flat.narrow(0, even, rest)[None]
+    if length_of_last:
+        last = flat.narrow(0, even, length_of_last)[None]
         _sum_rows(last, _column_signs, sums.narrow(1, full_rows, 1))
     wide = sums[0].to(_summed_in(flat))
     signs = _row_signs(row_count, wide.device, wide.dtype)

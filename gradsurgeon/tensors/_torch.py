@@ -27,7 +27,7 @@ _HAS_CUDA = bool(_cuda._is_compiled())  # noqa: SLF001
 
 
 def without_grad(function: _Function) -> _Function:
-    """Let a function run under `torch.no_grad()`, in a third of the calls that its context takes."""
+    """Return a function that runs under `torch.no_grad()`, in a third of the calls that its context takes."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[Non
     return cast("AbstractContextManager[None]", preserve(tuple(tensors)))
 
 
-# Where a parameter keeps its hooks.
+# A parameter keeps its hooks in these attributes.
 _HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 

@@ -2,6 +2,7 @@
 
 import heapq
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,32 +27,46 @@ _SAVED = "_saved_"
 # Nodes between a loss as its pass gets it, and a part of it from before an earlier pass.
 _NEAR = 16
 
+# Stands for the operations of a loss before its last ones. Of those before it only a few kinds are kept.
+OLDER = "..."
+# Operations that make NaN or Inf of moderate numbers, or have no derivative at some, and keep what shows it.
+_MAKER_NAMES = (
+    "AcosBackward0 AcoshBackward0 AsinBackward0 AtanhBackward0 CtcLossBackward0 CtcLossBackward1 DivBackward0 "
+    "ExpBackward0 Exp2Backward0 Expm1Backward0 LogBackward0 Log10Backward0 Log1PBackward0 Log2Backward0 LogitBackward0 "
+    "NllLossBackward0 NllLoss2DBackward0 PowBackward0 PowBackward1 ReciprocalBackward0 RsqrtBackward0 SqrtBackward0 "
+    "XlogyBackward0"
+)
+_MAKERS = frozenset(_MAKER_NAMES.split())
 
 NO_GRAPH = -2
 # The names of the operations at which a pass begins, and its number among the passes of an update that begin alike.
 PassKey = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LossNode:
     """A node between a model's outputs and its loss.
 
     Attributes:
         saved: what it keeps for the backward pass, by name; the pass releases it.
         made_of: per argument, the place of its node; -1 for an output of the model or a leaf, `NO_GRAPH` without a graph.
+            The sources of nodes before `OLDER` are not kept: they have -1, too.
+        distance: how many nodes of its thread were made from it to the first root, if it is before `OLDER`.
     """
 
     name: str
     saved: dict[str, Any]
     made_of: list[int]
+    distance: int = 0
 
     def readable_values(self) -> dict[str, Any]:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
-        return {
-            name: value
-            for name, value in self.saved.items()
-            if not isinstance(value, Tensor) or readable(value) is not None
-        }
+        values = {}
+        for name, value in self.saved.items():
+            is_freed = isinstance(value, Tensor) and readable(value) is None
+            if not is_freed:
+                values[name] = value
+        return values
 
 
 # The saved attributes by type of node, with their names, and whether they are packed, as numbers are not. Listing the
@@ -59,23 +74,27 @@ class LossNode:
 _saved_names: dict[type, list[tuple[str, str, bool]]] = {}
 
 
+def _has_hooks(packed: Any) -> bool:
+    """Tell whether reading a saved tensor runs code: of the script, or a checkpointed forward pass."""
+    if isinstance(packed, tuple):  # some nodes save several tensors under one name
+        return any(map(_has_hooks, packed))
+    return getattr(packed, "unpack_hook", packed) is not None
+
+
 def _saved(node: Any) -> dict[str, Any]:
     kind = type(node)
     if kind not in _saved_names:
         attributes = dir(node)
-        _saved_names[kind] = [
-            (attribute, attribute.removeprefix(_SAVED), f"_raw{attribute}" in attributes)
-            for attribute in attributes
-            if attribute.startswith(_SAVED)
-        ]
+        _saved_names[kind] = []
+        for attribute in attributes:
+            if attribute.startswith(_SAVED):
+                is_packed = f"_raw{attribute}" in attributes
+                names = (attribute, attribute.removeprefix(_SAVED), is_packed)
+                _saved_names[kind].append(names)
     values = {}
     for attribute, name, is_packed in _saved_names[kind]:
         try:
-            raw = getattr(node, f"_raw{attribute}") if is_packed else ()
-            # Some nodes save several tensors under one name.
-            packed = raw if isinstance(raw, tuple) else (raw,)
-            # Reading what has an unpack hook runs code: of the script, or a checkpointed forward pass.
-            if not any(getattr(tensor, "unpack_hook", tensor) is not None for tensor in packed):
+            if not is_packed or not _has_hooks(getattr(node, f"_raw{attribute}")):
                 values[name] = getattr(node, attribute)
         except RuntimeError:
             # Torch refuses a tensor that the script has written into since, and all tensors once their pass is over.
@@ -112,10 +131,16 @@ class BackwardGraph:
         """Tell whether a node near its roots is older than a node with a given number: torch numbers nodes upwards."""
         return any(_leads_before(node, number) for node in _nodes_of(self.roots))
 
-    def last_nodes(self, most: int, spans: Sequence[tuple[int, int]] = ()) -> list[LossNode]:
-        """Return the last nodes, oldest first; ``spans`` are the first and last numbers of nodes to stop at, as those of a model."""
+    def last_nodes(
+        self, most: int, spans: Sequence[tuple[int, int]] = (), *, older: int = 0
+    ) -> list[LossNode]:
+        """Return the last nodes, oldest first; ``spans`` are the first and last numbers of nodes to stop at, as those of a model.
+
+        If there are more, `OLDER` comes before them, and before it those of so many older ones that may make NaN.
+        """
         made_of: dict[Any, Sequence[tuple[Any, int]]] = {}
         pending: list[tuple[int, int, Any]] = []
+        firsts, ends = _begins_and_ends(spans)
         # Decides among nodes with equal numbers: nodes have no order.
         pushed = 0
         left = most
@@ -125,7 +150,7 @@ class BackwardGraph:
                 if source is None or source in made_of or isinstance(source, Tensor):
                     continue
                 made = source._sequence_nr()  # noqa: SLF001 # no public name
-                if made < _LEAF and not any(first <= made <= last for first, last in spans):
+                if ends[bisect_right(firsts, made)] < made < _LEAF:
                     pushed += 1
                     heapq.heappush(pending, (-made, pushed, source))
             if not pending or not left:
@@ -137,12 +162,41 @@ class BackwardGraph:
                 following = made_of[node] = node.next_functions
         place_of: dict[Any, int] = {None: NO_GRAPH}
         loss_nodes: list[LossNode] = []
+        cut = [node for _, _, node in pending if node not in made_of]
+        if cut and older:
+            loss_nodes = self._older_nodes(cut, older, firsts, ends)
+            place_of.update(dict.fromkeys(cut, len(loss_nodes) - 1))
         # The newest node was met first.
         for node, sources in reversed(made_of.items()):
             places = [place_of.get(source, -1) for source, _ in sources]
             place_of[node] = len(loss_nodes)
             loss_nodes.append(LossNode(node.name(), _saved(node), places))
         return loss_nodes
+
+    def _older_nodes(
+        self, cut: Sequence[Any], most: int, firsts: Sequence[int], ends: Sequence[int]
+    ) -> list[LossNode]:
+        """Return the nodes that may make NaN among some nodes and those that lead to them, oldest first, and `OLDER`."""
+        makers = []
+        pending = [*cut]
+        met = {*cut, None}
+        while pending and len(met) < most:
+            node = pending.pop()
+            if type(node).__name__ in _MAKERS:
+                makers.append(node)
+            for source, _ in node.next_functions:
+                if source not in met:
+                    met.add(source)
+                    made = source._sequence_nr()  # noqa: SLF001 # no public name
+                    if ends[bisect_right(firsts, made)] < made < _LEAF:
+                        pending.append(source)
+        root = self.made
+        older = []
+        for node in sorted(makers, key=_priority):
+            places = [NO_GRAPH if source is None else -1 for source, _ in node.next_functions]
+            distance = root - _priority(node)
+            older.append(LossNode(node.name(), _saved(node), places, distance))
+        return [*older, LossNode(OLDER, {}, [*range(len(older))])]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves in the order in which their gradients were accumulated: the newest complete node of a device is first."""
@@ -157,7 +211,9 @@ class BackwardGraph:
         addresses = set[int]()
         for node in self.nodes():
             tensors = [node.variable] if _is_leaf(node) else _saved(node).values()
-            addresses.update(tensor.data_ptr() for tensor in tensors if type(tensor) in _dist.PLAIN)
+            for tensor in tensors:
+                if type(tensor) in _dist.PLAIN:
+                    addresses.add(tensor.data_ptr())
         return addresses
 
     def nodes(self) -> Iterator[Any]:
@@ -219,6 +275,16 @@ def _walked(
         new = following - met
         met |= new
         pending += new
+
+
+def _begins_and_ends(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return the first numbers of spans, and the largest last number before each and up to each: one more."""
+    firsts = []
+    ends = [-1]
+    for first, last in sorted(spans):
+        firsts.append(first)
+        ends.append(max(last, ends[-1]))
+    return firsts, ends
 
 
 def _priority(node: Any) -> int:

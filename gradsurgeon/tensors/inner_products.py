@@ -92,7 +92,8 @@ def _blocks(rows: _Rows, like: Tensors, on_host: int) -> Iterator[Tensor]:
             chunk = on_host
         if size > chunk:
             pieces = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
-            yield from map(torch.stack, zip(*pieces, strict=True))
+            for of_all_rows in zip(*pieces, strict=True):
+                yield torch.stack(of_all_rows)
             continue
         if held[kind] + size > chunk:
             yield _block(rows, like, small.pop(kind))

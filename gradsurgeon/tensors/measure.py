@@ -262,10 +262,17 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     return by_index
 
 
+def norm_tensors(*several: Norms) -> list[Tensor]:
+    """Return the tensors that hold some norms, in their order."""
+    tensors: list[Tensor] = []
+    for norms in several:
+        tensors += [values for _, values in norms]
+    return tensors
+
+
 def nonfinite(*several: Norms) -> list[list[int]]:
     """Return, for each argument, the tensors with a non-finite norm. Reads each device once."""
-    parts = [values for norms in several for _, values in norms]
-    numbers = iter(_read(parts))
+    numbers = iter(_read(norm_tensors(*several)))
     bad = []
     for norms in several:
         bad_indices: list[int] = []
@@ -321,7 +328,11 @@ def as_dict(norms: Norms) -> dict[int, float]:
 
 def read_marks(marks: Tensors) -> list[int]:
     """Return 0 for each mark of a tensor whose elements are all finite, and `UNCOUNTED` for others."""
-    return [0 if math.isfinite(mark) else UNCOUNTED for (mark,) in _read(marks)]
+    counts = []
+    for (mark,) in _read(marks):
+        is_finite = math.isfinite(mark)
+        counts.append(0 if is_finite else UNCOUNTED)
+    return counts
 
 
 def read(counts: Tensors) -> list[int]:

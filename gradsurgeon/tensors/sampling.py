@@ -64,7 +64,10 @@ def norms_and_sums(samples: Tensors) -> Tensor:
 
 def differing(old: Tensors, new: Tensors) -> Tensor:
     """Return the share of elements that differ, per pair of flat tensors. Shape ``[n]``, float32, on their device."""
-    shares = [differs.float().mean() for differs in map(_numbers.differs, old, new)]
+    shares = []
+    for before, now in zip(old, new, strict=True):
+        differs = _numbers.differs(before, now)
+        shares.append(differs.float().mean())
     return torch.stack(shares)
 
 

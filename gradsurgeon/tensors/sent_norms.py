@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.tensors import _torch
-from gradsurgeon.tensors.measure import Norms
+from gradsurgeon.tensors.measure import Norms, norm_tensors
 
 
 def as_norms(numbers: Sequence[Tensor]) -> Norms:
@@ -17,14 +17,15 @@ def as_norms(numbers: Sequence[Tensor]) -> Norms:
 
 def is_any_nonfinite(norms: Norms) -> Tensor:
     """Return whether a norm is non-finite, 0-dim and bool, on the one device of the norms. Does not wait for it."""
-    together = [values for _, values in norms]
+    together = norm_tensors(norms)
     values = together[0] if len(together) == 1 else torch.cat(together)
     # A NaN is the largest of any numbers, and not below infinity.
     return values.amax().lt(math.inf).logical_not()
 
 
 def are_on_one_device(several: Sequence[Norms]) -> bool:
-    return len({values.device for norms in several for _, values in norms}) == 1
+    devices = {values.device for values in norm_tensors(*several)}
+    return len(devices) == 1
 
 
 class SentNorms:
@@ -32,10 +33,13 @@ class SentNorms:
 
     def __init__(self, several: Sequence[Norms]) -> None:
         self._several = several
-        parts = [values for norms in several for _, values in norms]
-        self._arrival = _torch.send(parts)
+        self._arrival = _torch.send(norm_tensors(*several))
 
     def read(self) -> list[Norms]:
         """Return the norms on the host, in their order. Waits for those that have not arrived."""
         landed = iter(self._arrival.wait())
-        return [tuple([(indices, next(landed)) for indices, _ in norms]) for norms in self._several]
+        on_host = []
+        for norms in self._several:
+            pairs = [(indices, next(landed)) for indices, _ in norms]
+            on_host.append(tuple(pairs))
+        return on_host

@@ -168,7 +168,9 @@ class Copied:
 def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return "a tensor"
-    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]
+    steps = []
+    for step, _ in _items(value):
+        steps.append(f"[{step}]" if isinstance(step, int) else f".{step}")
     content = ", ".join(steps[:8]) if steps else "nothing in it"
     return f"a {type(value).__name__} with {content}"
 
@@ -198,7 +200,7 @@ class Arguments:
         """Return a path with its first step as this call spells it."""
         if not path:
             # A tensor that is the only one has the name of the module.
-            paths = [found for found, _ in tensors_in(self.named)]
+            paths = [place for place, _ in tensors_in(self.named)]
             return paths[0] if len(paths) == 1 else ()
         names = [parameter.name for parameter in parameters_of(self._forward)]
         first = path[0]

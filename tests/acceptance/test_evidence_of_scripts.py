@@ -59,6 +59,9 @@ def test_counts_are_those_of_the_run(
     acting: Counter[str] = Counter()
     for folder in folders:
         norms = run_norms.read(folder)
+        inside = [str(other) for other in folders if folder in other.parents]
+        assert len(norms.manifest.notes) == len(inside)
+        assert all(map(str.endswith, norms.manifest.notes, inside))
         told_of = on_run.tried(MatchedRules(rules, Matcher(norms.manifest)), norms)
         with gradsurgeon.open_run(folder) as recorded:
             live = recorded.status()

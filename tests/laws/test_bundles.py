@@ -158,7 +158,7 @@ CANDIDATES = {
     "trapped": (
         [TRAP, {"id": "late", "action": "freeze", "params": "*", "steps": {"from": 1000}}],
         "  step 0, rule trap: 2 of 2 gradients are not finite after backward\n"
-        "  rule trap: fired 1, changed 1\n  rule late: fired 0, changed 0\n"
+        "  rule trap: checked 1 update, tripped 1 time\n  rule late: fired 0, changed 0\n"
         "  2 of 2 gradients are not finite: last.weight, last.bias\n",
     ),
 }

@@ -25,6 +25,7 @@ from gradsurgeon.report.evidence import norms_file, run_norms, words
 from gradsurgeon.report.evidence.run_norms import RunNorms
 from gradsurgeon.report.evidence.told import Strongest, Told
 from gradsurgeon.report.evidence.trial import Trial
+from gradsurgeon.runtime.context import Mode
 
 Entry = dict[str, Any]
 STATS = ["l2", "linf"]
@@ -76,8 +77,9 @@ def train(
     *,
     bad: int = -1,
     between: Callable[[nn.Module], object] = id,
+    mode: Mode = "observe",
 ) -> Session:
-    """Train under rules that observe, with two micro-batches for each update."""
+    """Train under rules, which observe unless told otherwise, with two micro-batches for each update."""
     torch.manual_seed(0)
     sizes = (8, 16, 16, 1)
     layers: list[nn.Module] = []
@@ -88,7 +90,7 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         session = gradsurgeon.apply(
-            model, {"version": 1, "rules": [*rules]}, mode="observe", record=path
+            model, {"version": 1, "rules": [*rules]}, mode=mode, record=path
         )
         for step in range(STEPS):
             inputs = torch.randn(8, 8) * (8 if step % 37 == 5 else 1)
@@ -231,6 +233,22 @@ def test_norms_after_backward_stand_for_the_update_unless_the_script_clips(tmp_p
         assert ("the script changed gradients" in told.missing) != is_told
     (missing,) = {told.missing for told in told_of.values() if told.missing}
     assert missing.endswith("record the gradients with `norm-log` and `at: step`")
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_whose_rules_acted_tells_of_them_if_it_recorded_first(
+    tmp_path: Path, *, first: bool
+) -> None:
+    one, each = named([AT_UPDATE[5], AT_UPDATE[6]])
+    rules = [FINAL, one, each] if first else [one, FINAL, each]
+    session = train(tmp_path / "run", rules, mode="act")
+    for rule, told in told_on(session, run_norms.read(tmp_path / "run")).items():
+        if first:
+            assert sum(told.by_name.values()) == session.status()[rule].altered
+        else:
+            assert told.missing.endswith(
+                "rule rule-0 of the run acted before `norm-log` at `step`: put the `norm-log` above it"
+            )
 
 
 def test_without_a_trap_nobody_saw_whether_the_script_clips(tmp_path: Path) -> None:
@@ -392,6 +410,9 @@ def test_a_trap_is_told_as_it_decides_at_the_update(tmp_path: Path) -> None:
     (told,) = told_on(session, run_norms.read(tmp_path / "final")).values()
     assert not told.missing
     assert told.acts == session.status()["rule-0"].altered == 0
+    session = train(tmp_path / "only", [FINAL, *trap], bad=BAD)
+    (told,) = told_on(session, run_norms.read(tmp_path / "only")).values()
+    assert told.acts == session.status()["rule-0"].altered == 1
     session = train(tmp_path / "after", [AFTER, *trap], bad=BAD, between=repair)
     (told,) = told_on(session, run_norms.read(tmp_path / "after")).values()
     assert told.missing.startswith("the script changed gradients")
@@ -421,6 +442,26 @@ def test_passes_whose_update_never_came_are_not_counted(tmp_path: Path) -> None:
     assert told.steps == told.acts == 3
 
 
+def test_a_generator_leaves_its_critic_a_pass_without_an_update_at_the_end(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    generator, critic = (SGD(part.parameters(), 0.01) for part in model)
+    scale = {"id": "half", "action": "scale", "params": "*", "factor": 0.5}
+    rules = {"version": 1, "rules": [EACH, scale]}
+    with gradsurgeon.apply(model, rules, mode="observe", record=tmp_path / "run") as session:
+        for _ in range(5):
+            critic.zero_grad()
+            model[1](torch.ones(2)).sum().backward()
+            critic.step()
+            generator.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            generator.step()
+    (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()
+    assert told.steps == told.acts == 10
+    # All passes are counted but the last of the generator through the critic.
+    assert dict(told.by_name) == {"0.weight": 5, "0.bias": 5, "1.weight": 9, "1.bias": 9}
+    assert session.status()["half"].altered == told.by_name.total() + 2
+
+
 def test_no_number_of_the_json_is_infinite(tmp_path: Path) -> None:
     session = train(tmp_path / "run", [FINAL, *named(CLAMP[1:])], bad=BAD)
     (told,) = told_on(session, run_norms.read(tmp_path / "run")).values()
@@ -429,9 +470,9 @@ def test_no_number_of_the_json_is_infinite(tmp_path: Path) -> None:
 
 
 def test_of_a_trap_no_diff_says_that_it_divides_a_gradient() -> None:
-    told = Told("run", steps=4, acts=1, largest=Strongest("weight", 2, 3.0), trips=True)
-    assert words.change(told, None) == "on run: acts in 25 % of 4 recorded updates"
-    told.trips = False
+    told = Told("run", steps=4, acts=1, largest=Strongest("weight", 2, 3.0))
+    assert words.change(told, None) == "on run: acts in 25 % of 4 recorded steps"
+    told.bites = True
     assert words.change(told, None).endswith("the largest gradient is divided by 3")
 
 

@@ -139,6 +139,15 @@ def evaluated_once() -> Training:
     return Training(model, after=lambda step: model.train(step == STEPS // 2))
 
 
+def pixels(step: int) -> Tensor:
+    return 255 * data(step, 6, 4).sigmoid()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1000
+
+
 FIXED = data(0, 6, 4)
 SHARED = nn.Linear(4, 2)
 
@@ -180,6 +189,14 @@ FACTS: dict[str, tuple[Callable[[], Training], str]] = {
         lambda: adam(3.0),
         "the learning rate of Adam is 3, so each update may move each weight by that much",
     ),
+    "pixels into a tanh": (
+        lambda: Training(layers(nn.Tanh()), batch=pixels),
+        "the data that goes into a layer with a tanh has a mean magnitude of 1",
+    ),
+    "pixels into a sigmoid": (
+        lambda: Training(layers(nn.Sigmoid()), batch=lambda step: pixels(step) / 5),
+        "of the results are saturated: no gradient passes there. Normalise the input",
+    ),
 }  # fmt: skip
 
 SILENT: dict[str, Callable[[], Training]] = {
@@ -193,6 +210,13 @@ SILENT: dict[str, Callable[[], Training]] = {
     "a table of positions": lambda: Training(Memory(table_of_positions())),
     "a buffer": buffer,
     "a leaf that an optimizer has": lambda: trained_table(is_owned=True),
+    "a tanh": lambda: Training(layers(nn.Tanh())),
+    "pixels that the model normalises": lambda: Training(
+        layers(nn.Tanh()), batch=lambda step: pixels(step) / 128 - 1
+    ),
+    "large results of a layer into a tanh": lambda: Training(
+        nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 2), nn.Tanh())
+    ),
     "batches": lambda: Training(layers()),
     "a scheduler in time": lambda: stepped(1),
     "a warm-up and a decay": lambda: with_rates(

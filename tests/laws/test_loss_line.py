@@ -18,6 +18,7 @@ from small import rule_file, sgd, take_step
 from torch import Tensor, nn
 
 import gradsurgeon
+from gradsurgeon.forensics import kept_step
 
 Loss = Callable[[Tensor], Tensor]
 WARNS: Json = {"id": "trap", "action": "nan-trap", "params": "*", "then": "warn"}
@@ -118,7 +119,7 @@ def test_the_operation_without_a_derivative_is_named_with_its_line(node: str) ->
 
 
 def named(node: str) -> str:
-    operation = node.removesuffix("Backward0").lower()
+    operation = node.partition("Backward0")[0].lower()
     return f"aten.{operation} ({node})"
 
 
@@ -161,6 +162,80 @@ def test_a_long_loss_keeps_its_last_operations() -> None:
     (event,) = line_events(events)
     assert event.diagnosis is not None
     assert event.diagnosis["line"] == line_of(loss) + 3
+
+
+def far(x: Tensor) -> Tensor:
+    """Return a mean that is made by so many operations that what made the tensor is far from the end of the loss."""
+    for _ in range(100):
+        x = x * 1.0
+    return x.mean()
+
+
+def loop(x: Tensor) -> Tensor:
+    """Return a sum in which only the first root is of 0."""
+    total = x.sqrt().mean()
+    for _ in range(40):
+        total = total + (x + 1).sqrt().mean()
+    return total
+
+
+FAR: dict[str, Loss] = {
+    "SqrtBackward0": lambda x: far(x.sqrt()),
+    "PowBackward0": lambda x: far(x**0.5),
+    "AcosBackward0": lambda x: far((1 - x).acos()),
+    "LogBackward0": lambda x: far(torch.where(x > 0, x.log(), 0)),
+    "DivBackward0": lambda x: far(torch.where(x > 0, x / x, 0)),
+    "SqrtBackward0, number 1 of 41": loop,
+}
+
+
+@pytest.mark.parametrize("node", FAR)
+def test_an_operation_far_from_the_end_of_the_loss_is_named_with_its_line(node: str) -> None:
+    loss = FAR[node]
+    events = steps(loss, SKIPS)
+    trap = events[0]
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["headline"].endswith(f"outside of the model: {named(node)}")
+    (line,) = line_events(events)
+    assert trap.diagnosis["rows"]["rows"] == [2]
+    assert line.diagnosis is not None
+    assert line.diagnosis["line"] == line_of(loss) + 2 * (loss is loop)
+    assert not torch.is_anomaly_enabled()
+
+
+@pytest.mark.parametrize("after", [lambda x: far(x.exp()), lambda x: far((x * 1.0).sqrt() * 1.0)])
+def test_another_operation_as_far_from_the_end_has_no_line(after: Loss) -> None:
+    events = steps(FAR["SqrtBackward0"], SKIPS, after=after)
+    assert events[0].diagnosis is not None
+    assert events[0].diagnosis["op"] == "aten.sqrt"
+    assert line_events(events) == []
+
+
+def test_what_was_before_a_far_operation_may_be_to_blame() -> None:
+    trap, *_ = steps(lambda x: far((x - 1).sqrt()), SKIPS)
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["op"] == "aten.sqrt"
+    assert "that may be to blame instead" in trap.diagnosis["evidence"][0]
+
+
+def test_a_far_operation_that_keeps_nothing_leaves_the_last_ones_unblamed() -> None:
+    check, *_ = steps(lambda x: far(Own.apply(x - 1)), WARNS, LOOP)
+    assert check.message.endswith("look at what it is made of")
+
+
+def test_of_a_loss_that_is_too_large_the_last_operations_keep_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Beside the states of the random numbers it has room for one of two.
+    monkeypatch.setattr(kept_step, "MAX_BYTES", 70_000)
+
+    def loss(x: Tensor) -> Tensor:
+        many = x.repeat(160, 1)
+        return many.exp().mean() + many.sqrt().mean()
+
+    trap, *_ = steps(loss, SKIPS)
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["op"] == "aten.sqrt"
 
 
 def test_other_operations_in_the_next_pass_have_no_line() -> None:
@@ -373,6 +448,14 @@ NOT_FINITE: dict[str, tuple[Loss, str]] = {
     "no element counts": (
         lambda x: x[:0].mean(),
         "aten.mean (MeanBackward0): the mean of nothing is 0 / 0: divide by `max(count, 1)`",
+    ),
+    "log of a negative far from the end": (
+        lambda x: far((x - 100).log()),
+        "aten.log (LogBackward0): 0 or less has no logarithm: use `log_softmax`, `xlogy` or `clamp(min=eps)`",
+    ),
+    "no target counts far from the end": (
+        lambda x: far(F.cross_entropy(x, torch.full((6,), -100))),
+        "aten.nll_loss (NllLossBackward0): no target counts, so the mean is 0 / 0: skip the batch",
     ),
     "log of a negative": (
         lambda x: (x - 100).log().mean(),

@@ -11,7 +11,7 @@ from models import same
 from small import attach, rule_file, sgd, take_step
 from torch import Tensor, nn
 
-from gradsurgeon.common.tried import Tried
+from gradsurgeon.common.tried import Tried, in_words
 
 INF = float("inf")
 EIGHT = torch.arange(1.0, 33).view(8, 4)
@@ -181,6 +181,8 @@ def test_a_remedy_that_the_model_refuses_is_said() -> None:
         "without row 3 of the input the call raises RuntimeError: The size"
     )
     assert without.to_json()["outputs_finite"] is None
+    # The loss of a step that did not run again may well be inside.
+    assert in_words([without]) == str(without)
     assert clamped.gradients_finite
 
 

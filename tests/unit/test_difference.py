@@ -105,22 +105,25 @@ def test_a_side_that_is_told_stays_told_beside_one_that_is_not() -> None:
     known = Told("run", steps=200, acts=188)
     unknown = Told("run", missing="why")
     untold = "not told by its records: why"
-    acts = "acts in 94 % of 200 recorded updates"
+    acts = "acts in 94 % of 200 recorded steps"
     assert words.change(known, unknown) == f"on run: {acts} -> {untold}"
     assert words.change(unknown, known) == f"on run: {untold} -> {acts}"
     assert words.change(unknown, unknown) == f"on run: {untold}"
+    unknown = Told("run", missing="why", is_rounded=True, is_of_one_rank=True)
+    assert words.change(unknown, None) == f"on run: {untold}"
+    assert not any("rank 0" in line for line in words.table({"it": unknown}))
 
 
 def test_numbers_of_one_rank_say_so() -> None:
     told = Told("run", steps=200, acts=188, is_of_one_rank=True)
-    assert words.change(told, None).endswith("94 % of 200 recorded updates (on rank 0)")
+    assert words.change(told, None).endswith("94 % of 200 recorded steps (on rank 0)")
     *_, remark, _ = words.table({"clip": told})
     assert remark.startswith("  clip: counted on rank 0 alone")
 
 
 def test_a_gradient_that_is_touched_now() -> None:
-    before = Told("run", steps=10)
-    after = Told("run", steps=10, acts=1, largest=Strongest("h.0", 1, 2.5))
+    before = Told("run", steps=10, bites=True)
+    after = Told("run", steps=10, bites=True, acts=1, largest=Strongest("h.0", 1, 2.5))
     gradient = "the largest gradient is"
     assert words.change(before, after).endswith(f"{gradient} not touched -> divided by 2.5")
     assert words.change(after, before).endswith(f"{gradient} divided by 2.5 -> not touched")

@@ -211,9 +211,13 @@ class Moment:
 def _local_parts(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     if set(map(type, tensors.values())) <= _dist.PLAIN:  # nearly always
         return tensors
-    parts = {index: _dist.local(tensor) for index, tensor in tensors.items()}
-    # A rank without an element of a flattened tensor can judge nothing of it.
-    return {index: part for index, part in parts.items() if not _dist.is_empty(tensors[index])}
+    parts = {}
+    for index, tensor in tensors.items():
+        part = _dist.local(tensor)
+        # A rank without an element of a flattened tensor can judge nothing of it.
+        if not _dist.is_empty(tensor):
+            parts[index] = part
+    return parts
 
 
 @dataclass(eq=False)
@@ -294,7 +298,8 @@ class Update(Moment):
         """By parameter, the group of the optimizer that has it."""
         by_id: dict[int, Any] = {}
         for group in getattr(self.optimizer, "param_groups", ()):
-            by_id |= dict.fromkeys(map(id, group["params"]), group)
+            for param in group["params"]:
+                by_id[id(param)] = group
         groups = {}
         for index, param in zip(self.indices, self.find(self.indices), strict=True):
             if id(param) in by_id:

@@ -32,7 +32,7 @@ class _Seen:
     operation: str
     # The number of its loss: torch numbers the nodes of a thread upwards.
     number: int
-    # Where the script is.
+    # The lines of the script that ran the pass.
     lines: list[str]
     weight: Tensor = _NOTHING
     grad: Tensor = _NOTHING
@@ -71,10 +71,11 @@ class ClearedPasses(OptimizerCheck):
         return ()
 
     def after_pass(self, done: Pass) -> Findings:
-        reached = [i for i in self.owner.sampled if i in done.reached and i in done.grads]
-        if self._rests or not reached or done.graph is None:
+        reached = [index for index in self.owner.sampled if index in done.reached]
+        with_grad = [index for index in reached if index in done.grads]
+        if self._rests or not with_grad or done.graph is None:
             return ()
-        first = reached[0]
+        first = with_grad[0]
         root = done.graph.roots[0]
         operation = "" if isinstance(root, Tensor) else operation_of(root.name())
         writes = _torch.writes(done.grads[first])

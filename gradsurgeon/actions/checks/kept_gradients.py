@@ -122,9 +122,11 @@ class Gone(OptimizerCheck):
 
     def _judge(self, update: Update, number: int, seen: Tensor) -> Findings:
         """Judge what so many flags say of passes, and the others of the update."""
-        are_gone = bool(seen[:number].any()) and not bool(seen[number:].any())
+        had_gradients = bool(seen[:number].any())
+        are_gone = had_gradients and not bool(seen[number:].any())
         # The script may clear the sampled parameters on purpose: then other parameters have gradients.
-        if self._streak.reaches(are_gone and not update.is_any(update.indices)):
+        are_all_gone = are_gone and not update.is_any(update.indices)
+        if self._streak.reaches(are_all_gone):
             first = self.owner.sampled[0]
             if len(_holders(update, first)) > 1:
                 yield Finding("shared", _with_holders(_SHARED, update, first), (*update.groups,))

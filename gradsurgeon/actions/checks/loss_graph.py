@@ -42,6 +42,14 @@ _LINEAR = "AddmmBackward0"
 # Two layers in a row may be a factorization, such as a bottleneck.
 _LEAST_IN_A_ROW = 3
 _HALF = ("bfloat16", "float16")
+# The input of each layer, by the name under which its node keeps it, and its place among the arguments.
+_INPUTS = {_LINEAR: ("mat1", 1), "MmBackward0": ("self", 0), "ConvolutionBackward0": ("input", 0)}
+_BOUNDED = {"TanhBackward0": "tanh", "SigmoidBackward0": "sigmoid"}
+# Normalised data has smaller magnitudes on average.
+_LARGE = 10
+# So near to a bound hardly any gradient passes.
+_NEAR_BOUND = 1e-3
+_HALF_OF_ALL = 0.5
 
 _TWO_SIGMOIDS = (
     "`binary_cross_entropy_with_logits` is given the result of a sigmoid, and applies another one: no output goes beyond "
@@ -94,6 +102,10 @@ _DTYPES = (
     "linear layers compute in {other}, but {count} of {all} in float32: `torch.autocast` is off there, or the script "
     "converts the weights"
 )
+_OUT_OF_RANGE = (
+    "the data that goes into a layer with a {activation} has a mean magnitude of {size:.3g}, so {share:.0%} of the results are "
+    "saturated: no gradient passes there. Normalise the input to a range of about -1 to 1"
+)
 
 
 class _Operation:
@@ -126,13 +138,13 @@ class _Operation:
     @property
     def downstream(self) -> set["_Operation"]:
         """The nodes that use the result, at first or second hand."""
-        found = set[_Operation]()
+        downstream = set[_Operation]()
         pending = [self]
         while pending:
-            new = set(pending.pop().users) - found
-            found |= new
+            new = set(pending.pop().users) - downstream
+            downstream |= new
             pending += new
-        return found
+        return downstream
 
     @property
     def pairs(self) -> int:
@@ -217,13 +229,13 @@ class LossGraph(Check):
                 operation.users.clear()
 
     def _findings_in(self, nodes: Sequence[_Operation], loss: Sequence[LossNode]) -> Findings:
-        for place, one in enumerate(nodes):
+        for place, node in enumerate(nodes):
             for look in (_twice, _broadcast, _distances):
-                text = look(one)
+                text = look(node)
                 if text:
                     yield Finding(look.__name__, text, source=LossSource(loss, place))
-        for place, one in enumerate(nodes):
-            text = _one_choice(one, nodes)
+        for place, node in enumerate(nodes):
+            text = _one_choice(node, nodes)
             if text:
                 self._with_one_choice += 1
                 if self._with_one_choice == PASSES:
@@ -232,6 +244,9 @@ class LossGraph(Check):
         for fact in (_in_a_row(nodes), _dtypes(loss)):
             if fact:
                 yield Finding(fact, fact, is_fact=True)
+        text = _out_of_range(nodes)
+        if text:
+            yield Finding("range", text, is_fact=True)
 
     def before_update(self, update: Update) -> Findings:
         if self._is_sum and update.is_any(update.members):
@@ -334,7 +349,9 @@ def _in_a_row(nodes: Sequence[_Operation]) -> str:
         node: _Operation | None = last
         while node is not None and node.name == _LINEAR:
             before, after = node.saved["mat2_sym_sizes"]
-            widths = [before, *(widths or [after])]
+            if not widths:
+                widths.append(after)
+            widths.insert(0, before)
             node = node.maker(1)
         if len(widths) > _LEAST_IN_A_ROW:
             return _IN_A_ROW.format(count=len(widths) - 1, widths=" to ".join(map(str, widths)))
@@ -353,3 +370,25 @@ def _dtypes(loss: Sequence[LossNode]) -> str:
     if not whole or whole >= len(half):
         return ""
     return _DTYPES.format(count=whole, all=len(dtypes), other=half[0])
+
+
+def _out_of_range(nodes: Sequence[_Operation]) -> str:
+    """Tell of data so large that the activation of the first layer is saturated. Waits for the device."""
+    for node in nodes:
+        layer = node.maker() if node.name in _BOUNDED else None
+        if layer is None or layer.name not in _INPUTS:
+            continue
+        name, place = _INPUTS[layer.name]
+        data = layer.saved.get(name)
+        result = node.saved.get("result")
+        if layer.made_of[place] != NO_GRAPH or data is None or result is None:
+            continue
+        size = float(data.detach().float().abs().mean())
+        values = result.detach().float().abs()
+        is_saturated = 1 - values < _NEAR_BOUND
+        if node.name == "SigmoidBackward0":
+            is_saturated |= values < _NEAR_BOUND
+        share = float(is_saturated.float().mean())
+        if size > _LARGE and share > _HALF_OF_ALL:
+            return _OUT_OF_RANGE.format(activation=_BOUNDED[node.name], size=size, share=share)
+    return ""

@@ -79,10 +79,11 @@ class Checks(Check):
     def owner_of(self, update: Update) -> TrackedOptimizer:
         """Return the optimizer of an update, with checks of its own."""
         if update.owner not in self.owners:
-            owner = self.owners[update.owner] = TrackedOptimizer()
-            owner.checks = [kind() for kind in self.kinds]
-            for check in owner.checks:
-                check.owner = owner
+            tracked = TrackedOptimizer()
+            tracked.checks = [kind() for kind in self.kinds]
+            for check in tracked.checks:
+                check.owner = tracked
+            self.owners[update.owner] = tracked
         return self.owners[update.owner]
 
     def before_pass(self, starting: Pass) -> Findings:

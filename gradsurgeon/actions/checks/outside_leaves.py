@@ -84,7 +84,9 @@ class OutsideLeaves(Check):
 
     def _unowned(self, moment: Pass) -> Findings:
         """Yield findings on the leaves that have not moved since they were noted, and belong to no optimizer."""
-        owned = set[int]().union(*map(owned_ids, _live.instances(Optimizer)))
+        owned = set[int]()
+        for optimizer in _live.instances(Optimizer):
+            owned |= owned_ids(optimizer)
         own = owned.intersection(id(moment.params[index]) for index in moment.members)
         now = {}
         for leaf, values in _reached(moment):

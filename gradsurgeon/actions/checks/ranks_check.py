@@ -67,7 +67,7 @@ class _Series:
     def __init__(self, replicas: Replicas, topic: str) -> None:
         self._channel = Channel(f"{topic}/{replicas.key}", replicas.ranks)
         self._first, *self._others = replicas.ranks
-        # What follows is for the first rank: the rows that wait, by passes and rank, and the replicas of its own rows.
+        # Only the first rank fills these: the rows that wait, by passes and rank, and the replicas of its own rows.
         self._rows: dict[_Passes, dict[int, RankNumbers]] = {}
         self._replicas: dict[_Passes, Replicas] = {}
         # Maps each other rank to the passes of its last row.
@@ -163,7 +163,8 @@ def _measured(update: Update, indices: Sequence[int], data: Tensor | None) -> Te
     # A missing gradient counts as zero.
     zero = torch.zeros((), device=device)
     norms = dict.fromkeys(indices, zero)
-    for group in by_device([index for index in indices if index in update.grads], update.grads):
+    with_grad = [index for index in indices if index in update.grads]
+    for group in by_device(with_grad, update.grads):
         norms |= zip(group, update.norms(group).to(device).unbind(), strict=True)
     column = torch.stack([*norms.values()]).unsqueeze(1)
     grads = []

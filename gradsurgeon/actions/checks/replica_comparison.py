@@ -124,16 +124,12 @@ class ReplicaComparison:
     ) -> Findings:
         """Compare the rows of some other ranks at one update with the row of the first rank."""
         skipped = self._ranks_that_skipped(own, others)
-        unknown = torch.full_like(own.numbers, torch.nan)
-        rows = dict.fromkeys(self._others, unknown)
-        for rank in rows.keys() & others.keys():
-            rows[rank] = others[rank].numbers
-        theirs = torch.stack([*rows.values()])
+        theirs = self._numbers_of_others(own, others)
         gradients_apart = _differs(own.numbers[:2], theirs[:, :2])
         was_proven = self._equal >= _PROOF
         self._equal[gradients_apart] = 0
         self._note_equal(own.numbers[:2], theirs[:, :2])
-        # Where gradients are alike because ranks averaged them, weights have to be alike as well.
+        # Gradients that ranks have averaged must leave equal weights.
         averaged = ~gradients_apart
         least = 0.0
         if not replicas.promised:
@@ -153,25 +149,23 @@ class ReplicaComparison:
             for difference in self._differences_of_gradients(own, theirs, proven, replicas):
                 self._pending[difference.rank, difference.place] = difference
             differences = self._settled(averaged & weights_apart, averaged & weights_alike)
-            kinds = [replicas.missed.get(index) == "alone at last" for index in self._indices]
-            self._alone_at_last += 1
-            self._alone_at_last *= gradients_apart & weights_apart & torch.tensor(kinds)
+            self._note_alone_at_last(gradients_apart & weights_apart, replicas)
             lost = apart & (self._alone_at_last == _PROOF)
             differences += self._differences_of_gradients(own, theirs, lost, replicas)
         yield from self._findings("gradients", differences)
         unreported = averaged & weights_apart & ~self._reported["weights"]
-        differences = []
-        for position, place in unreported.nonzero().tolist():
-            remedy = _FROM_THE_START
-            if skipped[position]:
-                remedy = _SKIPPED
-            elif replicas.promised or self._met[position, place]:
-                remedy = _SINCE_THEN
-            rank = self._others[position]
-            theirs_step = others[rank].step
-            text = remedy.format(first=self._first, other=rank, ours=own.step, theirs=theirs_step)
-            differences.append(_Difference(place, rank, own.step, text))
+        were_alike = self._met | replicas.promised
+        differences = self._differences_of_weights(own, others, unreported, skipped, were_alike)
         yield from self._findings("weights", differences)
+
+    def _numbers_of_others(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> Tensor:
+        """Return the numbers of all other ranks, shape ``[ranks, 4, parameters]``, NaN for a rank without a row."""
+        unknown = torch.full_like(own.numbers, torch.nan)
+        numbers = []
+        for rank in self._others:
+            has_row = rank in others
+            numbers.append(others[rank].numbers if has_row else unknown)
+        return torch.stack(numbers)
 
     def _ranks_that_skipped(self, own: RankNumbers, others: Mapping[int, RankNumbers]) -> Tensor:
         """Return which other ranks have, unlike the first rank, left out or made an update since their first rows."""
@@ -191,6 +185,33 @@ class ReplicaComparison:
         are_most = is_telling.sum(1, keepdim=True) > is_new.sum() / 2
         self._equal += is_telling & are_most
         self._norms = norms
+
+    def _note_alone_at_last(self, apart: Tensor, replicas: Replicas) -> None:
+        """Count the updates in a row whose last pass was not averaged after an earlier one was, and that differ."""
+        kinds = [replicas.missed.get(index) == "alone at last" for index in self._indices]
+        self._alone_at_last += 1
+        self._alone_at_last *= apart & torch.tensor(kinds)
+
+    def _differences_of_weights(
+        self,
+        own: RankNumbers,
+        others: Mapping[int, RankNumbers],
+        apart: Tensor,
+        skipped: Tensor,
+        were_alike: Tensor,
+    ) -> list[_Difference]:
+        differences: list[_Difference] = []
+        for position, place in apart.nonzero().tolist():
+            remedy = _FROM_THE_START
+            if skipped[position]:
+                remedy = _SKIPPED
+            elif were_alike[position, place]:
+                remedy = _SINCE_THEN
+            rank = self._others[position]
+            their_step = others[rank].step
+            text = remedy.format(first=self._first, other=rank, ours=own.step, theirs=their_step)
+            differences.append(_Difference(place, rank, own.step, text))
+        return differences
 
     def _differences_of_gradients(
         self, own: RankNumbers, theirs: Tensor, apart: Tensor, replicas: Replicas

@@ -62,12 +62,8 @@ def _clip(
         tensors = list(params)
     result = clip(tensors, bound, *args, **kwargs)
     if listeners:
-        seen = Clip(
-            function,
-            frozenset(map(id, tensors)),
-            bound,
-            next(running_lines(), ("an unknown line", 0))[0],
-        )
+        line, _ = next(running_lines(), ("an unknown line", 0))
+        seen = Clip(function, frozenset(map(id, tensors)), bound, line)
         for listener in tuple(listeners):
             listener.clipped(seen)
     return result
@@ -109,9 +105,10 @@ class ClipOrder(OptimizerCheck):
                 theirs.add(ids.get(index))
         # An optimizer may have the parameters of several models.
         own = owned_ids(update.optimizer).union(ids.values()) - theirs
+        updated = [ids.get(index) for index in update.groups]
         vain = None
         for clip, came_after_pass in self._clips:
-            if clip.ids.isdisjoint(map(ids.get, update.groups)):
+            if clip.ids.isdisjoint(updated):
                 continue
             # A clip of the parameters of several optimizers may be meant for another one.
             if came_after_pass or not clip.ids <= own:

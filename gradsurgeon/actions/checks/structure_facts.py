@@ -58,7 +58,7 @@ def _shared_modules(root: nn.Module) -> Findings:
 
 
 def _no_copy(names: Sequence[Any]) -> Findings:
-    names = [*map(str, names)]
+    names = list(map(str, names))
     copies = []
     for name in names:
         words = re.split(r"[._]", name.lower())
@@ -112,7 +112,10 @@ def _tables(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _may_train(tensor: Tensor) -> bool:
-    """Tell whether no optimizer has a leaf, or numbers look like random ones, which positions and masks do not. Waits for the device."""
+    """Tell whether a tensor seems meant to train. Waits for the device.
+
+    Either it requires a gradient and no optimizer has it, or its numbers look random, unlike positions and masks.
+    """
     if tensor.requires_grad:
         for optimizer in _live.instances(Optimizer):
             if id(tensor) in owned_ids(optimizer):
@@ -120,6 +123,8 @@ def _may_train(tensor: Tensor) -> bool:
         return True
     rows = tensor.reshape(len(tensor), -1)[:_ROWS].float()
     centred = rows - rows.mean(0)
-    alike = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
-    distinct = len(set(rows.flatten().tolist()))
-    return distinct > _DISTINCT * rows.numel() and bool(alike.abs() < _ALIKE)
+    correlation_of_rows = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
+    distinct_numbers = set(rows.flatten().tolist())
+    if len(distinct_numbers) <= _DISTINCT * rows.numel():
+        return False
+    return bool(correlation_of_rows.abs() < _ALIKE)

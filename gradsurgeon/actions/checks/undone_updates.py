@@ -69,8 +69,9 @@ class UndoneUpdates(OptimizerCheck):
 
 
 def _are_equal(model: nn.Module, twin: nn.Module) -> bool:
-    for pair in zip(model.parameters(), twin.parameters(), strict=True):
-        first, second = map(readable, pair)
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        first = readable(param)
+        second = readable(other)
         if first is None or second is None or not torch.equal(first.cpu(), second.cpu()):
             return False
     return True

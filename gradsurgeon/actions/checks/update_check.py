@@ -80,7 +80,7 @@ class Unmoved(OptimizerCheck):
         self._sampled = 1
         # Parameters whose sample did not move, and the number of updates since it last did.
         self._suspects: dict[int, int] = {}
-        # Where the gradient of a suspect is largest, its values there right before this update, and the updates without a move.
+        # Each suspect is tested where its gradient is largest: places, values before this update, and updates without a move.
         self._tests: dict[int, tuple[Tensor, Tensor, int]] = {}
         # The largest usual size of a gradient so far.
         self._usual = 0.0
@@ -128,8 +128,11 @@ class Unmoved(OptimizerCheck):
             finite = torch.stack([values.isfinite().all() for values in after])
             seen = torch.stack([differing(before, after), finite.float()])
             update.later(seen, partial(self._judge, update, indices, span, broken))
-        # Within a window the first samples count.
-        self._samples = self._samples | new if ends_window else new | self._samples
+        if ends_window:
+            self._samples = self._samples | new
+        else:
+            # Within a window the first samples count.
+            self._samples = new | self._samples
 
     def _judge(
         self, update: Update, indices: Sequence[int], span: int, broken: str, seen: Tensor

@@ -111,7 +111,7 @@ class ZeroGradients(OptimizerCheck):
         self._zero = []
         self.close()
         for (name, reason), (node, indices) in by_origin.items():
-            # Of two trained factors that are no parameters of 0 something before them made one 0, or data did.
+            # Unless both factors are parameters of 0, data or an earlier operation made one factor 0.
             zeros = [index for index in indices if not _is_any(done.params[index])]
             if reason == _CAME or (reason == _PAIR and not zeros[1:]):
                 continue
@@ -149,17 +149,17 @@ def _reason(node: Any, grad: Tensor, got: Sequence[Tensor]) -> str:
     if _is_any(grad):
         return _CAME
     operation = node.name().partition("Backward")[0]
-    found = "unknown"
-    for reason, operations in _REASONS.items():
+    reason = "unknown"
+    for possible_reason, operations in _REASONS.items():
         if operation in operations.split():
-            found = reason
-    is_constant = found == _PAIR and None in dict(node.next_functions)
+            reason = possible_reason
+    is_constant = reason == _PAIR and None in dict(node.next_functions)
     if getattr(node, "_saved_max", 0) is None:
         operation = "ClampMin"
-    is_hinge = found in (_BOUNDS, _OFF) and _may_be_hinge(got[0], operation)
+    is_hinge = reason in (_BOUNDS, _OFF) and _may_be_hinge(got[0], operation)
     if is_constant or is_hinge or not grad.numel():
         return _FACTOR
-    return found
+    return reason
 
 
 def _may_be_hinge(grad: Tensor, operation: str) -> bool:

@@ -96,20 +96,29 @@ class Difference(NamedTuple):
         before, after = self.told
         return before.get(rule), after.get(rule)
 
+    def _on_form(self, rule: str) -> dict[str, Any] | None:
+        before, after = self.on(rule)
+        if not (before or after):
+            return None
+        return {"before": before and before.to_dict(), "after": after and after.to_dict()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1."""
         form: dict[str, Any] = {"version": 1}
         form |= {key: [] for key in SIGNS.values()}
         for change in self.rules:
             entry = change.to_dict()
-            before, after = self.on(change.id)
-            if before or after:
-                entry["on"] = {
-                    "before": before and before.to_dict(),
-                    "after": after and after.to_dict(),
-                }
+            on = self._on_form(change.id)
+            if on:
+                entry["on"] = on
             form[SIGNS[change.sign]].append(entry)
-        form["order"] = list(map(_AS_FORM, self.orders))
+        form["order"] = []
+        for order in self.orders:
+            entry = order._asdict()
+            on = {name: self._on_form(entry[name]) for name in ("first", "second")}
+            if any(on.values()):
+                entry["on"] = on
+            form["order"].append(entry)
         params = set(names_of(self.manifest.params))
         form |= {"params": [], "tensors": []}
         for chain in self.chains:
@@ -269,7 +278,8 @@ def protects(rule: Rule) -> bool:
 
 
 def stops(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule) and rule.then != "warn"
+    # A trap that clips lets NaN through.
+    return isinstance(rule, TrapRule) and rule.then != "warn" and not rule.edits
 
 
 def changed_options(old: Rule | None, new: Rule | None) -> list[Change]:

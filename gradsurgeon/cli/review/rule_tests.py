@@ -105,11 +105,13 @@ class Result(NamedTuple):
 def run(path: str) -> Iterator[Result]:
     """Run each test of a file, or raise `RuleFileError` with all problems of the file and its rules."""
     document = source.read(path)
+    # An empty file lacks the keys of tests, not of rules.
+    problems = [problem for problem in document.problems if problem.check != "empty-file"]
+    if problems and document.data is None:
+        raise RuleFileError(problems)
     data = document.data if isinstance(document.data, dict) else {}
     _, flaws = read_options(_TestFile, data)
-    problems = [problem_of(document, (), flaw) for flaw in flaws]
-    # An empty file lacks the keys of tests, not of rules.
-    problems += [problem for problem in document.problems if problem.check != "empty-file"]
+    problems += [problem_of(document, (), flaw) for flaw in flaws]
     beside = Path(document.file).name.removesuffix(SUFFIX) + ".yaml"
     rules = _file(document, ("rules",), data.get("rules", beside), _rules, problems)
     manifest = _file(document, ("params",), data.get("params"), manifest_file.read, problems)
@@ -209,4 +211,4 @@ def _failure_on_run(test: RuleTest, told: Told | None) -> str:
     value = 100 * told.share if percent else told.acts
     if _COMPARISONS[sign or "=="](value, float(number)):
         return ""
-    return f"it would have acted in {told.acts:,} of {told.steps:,} recorded updates"
+    return f"it would have acted in {told.acts:,} of {told.steps:,} recorded steps"

@@ -64,8 +64,14 @@ def _problems(
             manifest_file.read(params)
         except ManifestError as error:
             yield f"--params: {error}"
-    for reason in filter(None, map(why_no_sink, sinks)):
-        yield f"--sink: {reason}"
+    yield from _sink_problems(sinks)
+
+
+def _sink_problems(sinks: Sequence[str]) -> Iterator[str]:
+    for sink in sinks:
+        reason = why_no_sink(sink)
+        if reason:
+            yield f"--sink: {reason}"
 
 
 def parsed(argv: Sequence[str]) -> dict[str, Any]:

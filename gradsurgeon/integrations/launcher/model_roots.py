@@ -37,27 +37,41 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()
     modules = _live.instances(nn.Module)
-    parents = defaultdict(list)
+    parents = _trained_parents(modules, trained)
+    waiting = []
     for module in modules:
-        if not _is_loss(module):  # a loss that holds a model is no parent
-            for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
-                parents[id(child)].append(module)
-    # What only keeps a model and frozen copies of it is not trained, and is no parent.
-    for child_id, above in parents.items():
-        parents[child_id] = [
-            keeper
-            for keeper in above
-            if parents.get(id(keeper)) or not _keeps_copies(keeper, child_id, trained)
-        ]
-    # `parameters` of modules hides shared ones.
-    waiting = [each for each in modules if trained.intersection(map(id, each._parameters.values()))]  # noqa: SLF001
+        # `parameters` of modules hides shared ones.
+        own_params = module._parameters.values()  # noqa: SLF001
+        if not trained.isdisjoint(map(id, own_params)):
+            waiting.append(module)
     seen = dict[int, nn.Module]()
     for module in waiting:
         if id(module) not in seen:
             seen[id(module)] = module
             waiting += parents[id(module)]
     outermost = [module for module in seen.values() if not parents[id(module)]]
-    return list(map(planning.unwrapped, _without_repetition(outermost, trained)))
+    roots = _without_repetition(outermost, trained)
+    return [planning.unwrapped(root) for root in roots]
+
+
+def _trained_parents(
+    modules: Sequence[nn.Module], trained: set[int]
+) -> defaultdict[int, list[nn.Module]]:
+    """Return the modules that hold each module, by its id; a module that only keeps copies of a model is no parent."""
+    parents = defaultdict(list)
+    for module in modules:
+        if not _is_loss(module):  # a loss that holds a model is no parent
+            for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
+                parents[id(child)].append(module)
+    for child_id, holders in parents.items():
+        kept = []
+        for holder in holders:
+            has_parents = bool(parents.get(id(holder)))
+            # A module that only keeps a model and frozen copies of it is not trained.
+            if has_parents or not _keeps_copies(holder, child_id, trained):
+                kept.append(holder)
+        parents[child_id] = kept
+    return parents
 
 
 def _is_loss(module: nn.Module) -> bool:
@@ -92,9 +106,9 @@ def _equal(copy: nn.Module, model: nn.Module) -> bool:
     theirs = dict(model.named_parameters())
     if ours.keys() != theirs.keys():
         return False
-    values = map(readable, ours.values())
-    other_values = map(readable, theirs.values())
-    for value, other in zip(values, other_values, strict=True):
+    for param, other_param in zip(ours.values(), theirs.values(), strict=True):
+        value = readable(param)
+        other = readable(other_param)
         if value is None or other is None or not torch.equal(value, other.to(value)):
             return False
     return True

@@ -102,7 +102,10 @@ class Models:
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        self._outside_modules |= set(map(id, params)).difference(*map(param_ids, roots))
+        outside = set(map(id, params))
+        for root in roots:
+            outside -= param_ids(root)
+        self._outside_modules |= outside
         for root in roots:
             with self.guard:
                 self._attach_rules(self._with_rules(root), [optimizer])
@@ -120,8 +123,8 @@ class Models:
         """Write the headers, because training begins. First bind waiting models again that became parts of a larger one."""
         waiting = self.waiting()
         params = chain.from_iterable([model.module().parameters() for model in waiting])
-        for found in roots_of([*params]):
-            root = self._with_rules(found)
+        for outermost in roots_of([*params]):
+            root = self._with_rules(outermost)
             inside = module_ids(root)
             parts = [model for model in waiting if id(model.module()) in inside]
             # A later wrapper without parameters of its own changes nothing: the wrapped model keeps the rules.

@@ -18,7 +18,7 @@ _GYMS = {"gym", "gymnasium", "dm_env", "pettingzoo"}
 
 def tell_writes() -> None:
     """Tell of the first files that the script writes, right before it does."""
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def hear(event: str, args: tuple[Any, ...]) -> None:
         # Compiled modules and temporary files are opened exclusively, and a file of the launcher tells that rules act.
@@ -26,8 +26,13 @@ def tell_writes() -> None:
             return
         path = args[0]
         is_file = isinstance(path, str) and not path.startswith("/dev/")
-        if is_file and "gradsurgeon-" not in path and path not in told and len(told) < _MOST_FILES:
-            told.add(path)
+        if (
+            is_file
+            and "gradsurgeon-" not in path
+            and path not in shown
+            and len(shown) < _MOST_FILES
+        ):
+            shown.add(path)
             say(f"probe: the script writes {path!a}, which stays written")
 
     sys.addaudithook(hear)

@@ -20,6 +20,7 @@ from gradsurgeon.integrations.launcher.next_commands import with_records
 from gradsurgeon.integrations.launcher.probing import probe
 from gradsurgeon.integrations.launcher.summary import prepare, summary
 from gradsurgeon.language.planning import manifest_file
+from gradsurgeon.runtime import Attachment
 
 
 class ScriptEnd:
@@ -110,7 +111,7 @@ class ScriptEnd:
             ended_by = ended_by or self._exits.get(self._steps())
         refused = self._refused or (isinstance(ended_by, BindError) and not models.checked)
         models.at_end = True
-        # What went wrong with the command that gets events is recorded while records are open.
+        # Failures of the command that gets events are recorded while records are open.
         with models.guard:
             models.event_command.finish()
             for model in models.attached[:1]:
@@ -123,12 +124,7 @@ class ScriptEnd:
                 if refused:
                     model.attachment.remove_with_records()
                 else:
-                    model.attachment.remove(ended_by)
-                    # No later step could raise it.
-                    error = model.attachment.context.event_log.last_trap
-                    if error is not None:
-                        say(f"error: {error}")
-                        self._stopped = ended_by is None
+                    self._remove(model.attachment, ended_by)
         if not refused:  # a refusal has a traceback
             with models.guard:
                 write(models.without_module(), models.rank)
@@ -138,6 +134,14 @@ class ScriptEnd:
         with models.guard:
             last = max((model.attachment.step for model in models.attached), default=0)
             models.event_command.end(last, models.rank, ended_by)
+
+    def _remove(self, attachment: Attachment, ended_by: BaseException | None) -> None:
+        """End a session, and say by which error of a trap it ends: no later step could raise it."""
+        attachment.remove(ended_by)
+        error = attachment.context.event_log.last_trap
+        if error is not None:
+            say(f"error: {error}")
+            self._stopped = ended_by is None
 
     def _fail(self) -> None:
         """End the process with 1 if a trap stopped the last update: functions at exit cannot change the status otherwise."""

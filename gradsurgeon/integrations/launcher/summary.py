@@ -95,11 +95,8 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     for line in outcome.top:
         yield f"  {line}"
     yield from _work(attachment, report, fired)
-    checks = [
-        printable(rule.id)
-        for rule in plan.rules.rules
-        if isinstance(rule, CheckRule) and rule.id in fired
-    ]
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, CheckRule)]
+    checks = [printable(rule.id) for rule in rules if rule.id in fired]
     if checks:
         yield f"  checked: {', '.join(checks)}; found: {outcome.found}"
     for line in outcome.callout_lines:

@@ -79,16 +79,16 @@ class _LogLines(logging.Handler):
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer holds, and calls ``found`` when some models got rules."""
+    """Finds the models of the parameters that an optimizer holds, and calls ``prepare`` when some models got rules."""
 
     def __init__(
         self,
         models: Models,
-        found: Callable[[], object] = int,
+        prepare: Callable[[], object] = int,
         first_step: Callable[[], object] = int,
     ) -> None:
         self._models = models
-        self._found = found
+        self._prepare = prepare
         self._first_step = first_step
         # Number of parameters of each optimizer at the last search for its models.
         self._sizes = weakref.WeakKeyDictionary[Optimizer, int]()
@@ -122,7 +122,7 @@ class TrainingDetector:
             self._search(optimizer)
 
     def _before_destruction(self, destroy: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Let the checks hear other ranks before a process group is destroyed: the store may end with it."""
+        """Conclude the checks, which ask other ranks, before a process group is destroyed: the store may end with it."""
         for model in self._models.attached:
             with self._models.guard:
                 model.attachment.controller.effects.conclude()
@@ -159,7 +159,7 @@ class TrainingDetector:
             if self._models.have_bound(params):
                 return
             self._models.attach(roots_of(params), params, optimizer)
-            self._found()
+            self._prepare()
         if self._end_waiting is None:
             self._end_waiting = _backward_calls.before(self._before_backward)
 
@@ -172,4 +172,4 @@ class TrainingDetector:
         self._stop_waiting()
         self._models.begin(list(self._sizes))
         if self._models.attached:
-            self._found()
+            self._prepare()

@@ -22,7 +22,7 @@ NO_MATCH = "matches nothing in this model"
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True, lenient: bool = False) -> Plan:
-    """Return a plan; without ``alone`` another model may have missing names.
+    """Return a plan. With ``alone=False`` other models get the same rules, and may have the names that this one lacks.
 
     Rules that cannot act are an error; with ``lenient`` they bind nothing, and the plan lists them as ``refused``.
     """

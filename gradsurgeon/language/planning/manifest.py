@@ -4,7 +4,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
@@ -141,7 +140,7 @@ def class_names(module: object) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _names_of(kind: type) -> tuple[str, ...]:
-    return tuple(map(attrgetter("__name__"), kind.__mro__[:-1]))
+    return tuple([base.__name__ for base in kind.__mro__[:-1]])
 
 
 @lru_cache(maxsize=256)

@@ -62,11 +62,8 @@ class NameIndex:
 
     def select(self, rule: Rule) -> list[Thing]:
         wanted = self._matched(rule.patterns).keys() - self._matched(rule.exclude)
-        return [
-            thing
-            for thing in self._things
-            if thing.name in wanted and self._meets(rule.where, thing)
-        ]
+        things = [thing for thing in self._things if thing.name in wanted]
+        return [thing for thing in things if self._meets(rule.where, thing)]
 
     def doubts(self, rule: Rule) -> list[tuple[str, str]]:
         """Return what may not be meant: the option of a pattern without effect, empty for another doubt, and a text."""
@@ -100,7 +97,7 @@ class NameIndex:
     def no_match(self, rule: Rule, models: Sequence[str] = (MODEL,)) -> str:
         matched = list(self._matched(rule.patterns).values())
         if not matched:
-            texts = shorten_names(list(map('"{}"'.format, rule.patterns)))
+            texts = shorten_names([f'"{pattern}"' for pattern in rule.patterns])
             first = printable(models[0])
             hints = dict.fromkeys(self._hint(text, first) for text in rule.patterns[:_MAX_HINTED])
             shown = printable(shorten_names(models))
@@ -123,7 +120,8 @@ class NameIndex:
             return _param_meets(where, thing)
         if where.owns_params is None:
             return True
-        return where.owns_params is not self._owners.isdisjoint(thing.names)
+        owns_params = not self._owners.isdisjoint(thing.names)
+        return owns_params is where.owns_params
 
 
 def name_indexes(manifest: Manifest) -> dict[str, NameIndex]:

@@ -71,9 +71,11 @@ class MatchedRules:
         """Yield complaints about gradients that an earlier rule combines too."""
         if not _combines(rule):
             return
-        for other in filter(_combines, self.rules.values()):
+        for other in self.rules.values():
             if other is rule:
                 return
+            if not _combines(other):
+                continue
             taken = self.matches[other.id].members
             shared = [name for name in self.matches[rule.id].names if name in taken]
             if shared and _meet(other, rule):

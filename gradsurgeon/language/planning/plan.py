@@ -115,7 +115,7 @@ class Plan:
         doubts = []
         for rule_id, texts in self.rule_warnings.items():
             doubts += [f"  {rule_id}: {text}" for text in texts]
-        doubts += map("  {}".format, self.warnings)
+        doubts += [f"  {warning}" for warning in self.warnings]
         if doubts:
             lines += ["", "to know", *doubts]
         return "\n".join(lines)
@@ -132,7 +132,7 @@ class Plan:
         return {
             "version": 1,
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "rules": list(map(self._rule_entry, self.rules.rules)),
+            "rules": [self._rule_entry(rule) for rule in self.rules.rules],
             "chains": {name: list(chain) for name, chain in self.chains.items()},
             "warnings": list(self.warnings),
         }
@@ -217,7 +217,8 @@ def _chains(plan: Plan) -> Iterator[str]:
     aliases = {param.name: param.aliases for param in plan.manifest.params}
     yield "effects per tensor, in order of effect"
     for chain, names in grouped(plan.chains, plan.chains.__getitem__).items():
-        yield "  " + " -> ".join(map(shown.__getitem__, chain))
+        steps = [shown[rule_id] for rule_id in chain]
+        yield "  " + " -> ".join(steps)
         noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     untouched = len(aliases.keys() - plan.chains)

@@ -56,12 +56,13 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     for texts, alike in grouped(dict.fromkeys(names), _texts_of).items():
         rows = {tuple(_NUMBER.findall(name)): name for name in alike}
         groups = [list(rows)]
-        if math.prod(map(len, map(set, zip(*rows, strict=True)))) != len(rows):
+        combinations = math.prod(len(set(numbers)) for numbers in zip(*rows, strict=True))
+        if combinations != len(rows):
             # Not all combinations are there: the first number alone is folded.
             groups = list(grouped(rows, lambda row: row[1:]).values())
         for group in groups:
             columns = [list(dict.fromkeys(column)) for column in zip(*group, strict=True)]
-            members = map(rows.__getitem__, group)
+            members = [rows[numbers] for numbers in group]
             folded.setdefault(_joined(texts, columns), []).extend(members)
     return folded
 

@@ -76,11 +76,12 @@ class WholeSeries(ABC):
     def values_of(self, name: str, start: int = 0) -> Points:
         """Return ``(step, value)`` of one tensor in all rows from ``start`` on, oldest first."""
         column = self.columns[name]
-        return [
-            (step, _FLOAT(values, 4 * column)[0])
-            for step, values, absent in self.stored(start)
-            if is_present(absent, column)
-        ]
+        points = []
+        for step, values, absent in self.stored(start):
+            if is_present(absent, column):
+                (value,) = _FLOAT(values, 4 * column)
+                points.append((step, value))
+        return points
 
     def last(self, name: str) -> Points:
         """Return ``(step, value)`` of the newest row with a value of one tensor, nothing if there is none."""
@@ -281,11 +282,11 @@ class RecordQueries(ABC):
                 rows[step, calls[step]].append(number)
                 calls[step] += 1
         # A row of some columns may be gone, as memory is bounded, or has just come.
-        return [
-            (step, tuple(counts))
-            for (step, _), counts in sorted(rows.items())
-            if len(counts) == len(HISTOGRAM)
-        ]
+        complete = []
+        for (step, _), counts in sorted(rows.items()):
+            if len(counts) == len(HISTOGRAM):
+                complete.append((step, tuple(counts)))
+        return complete
 
     def _asked(self, _name: str, _stat: str, answer: Callable[[], Answer]) -> Answer:
         """Return an answer of this process, or of the rank that has the records of a tensor."""

@@ -117,9 +117,12 @@ class RankFile:
             state = "finished"
         elif is_live(self.path):
             state = "running"
-        # A reader touches the index of the log.
-        files = [path for path in (self.path, *logs(self.path)) if path.suffix != ".db-shm"]
-        times = [path.stat().st_mtime for path in files if path.is_file()]
+        times = []
+        for path in (self.path, *logs(self.path)):
+            # A reader touches the index of the log.
+            is_index = path.suffix == ".db-shm"
+            if not is_index and path.is_file():
+                times.append(path.stat().st_mtime)
         return RankEnd(state, left.get("ended", {}), max(times, default=None))
 
     def series(self) -> list["StoredSeries"]:

@@ -12,7 +12,7 @@ class RankEnd(NamedTuple):
     """How one rank of a run directory ended, as far as files and processes tell."""
 
     state: str  # "running", "finished", or "stopped" without having been closed
-    # What the rank wrote of its end: `error`, and `step` and `rule` of a trap.
+    # The rank wrote these facts of its end: `error`, and `step` and `rule` of a trap.
     ending: Mapping[str, Any]
     written: float | None  # when it last wrote, in seconds since 1970
 

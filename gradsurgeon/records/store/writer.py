@@ -38,30 +38,7 @@ class RunWriter(Outlet):
         self._database = self.path / layout.database_name(rank)
         with ExitStack() as undo:
             try:
-                if not self.path.exists():
-                    undo.callback(_remove, self.path.rmdir)
-                self.path.mkdir(parents=True, exist_ok=True)
-                obstacle = _file_of_other_run(self._database, rank)
-                if obstacle:
-                    raise RecordError(
-                        f"{printable(str(self.path))}: already holds a run ({obstacle}), and records are never written over "
-                        "or mixed up with those of another; pass another directory, or remove this one"
-                    )
-                # The process that makes the file has the rank. This is atomic, even on network file systems, and
-                # cannot go stale.
-                os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-                for file in (self._database, *logs(self._database)):
-                    undo.callback(_remove, file.unlink)
-                self._held = undo.enter_context(ExitStack())
-                self._held.callback(_remove, lock_file(self._database).unlink)
-                self._held.enter_context(locked(self._database))
-                self._connection = created(self._database)
-                self._held.callback(_remove, self._connection.close)
-                if rank == 0:
-                    run_file = self.path / layout.RUN_FILE
-                    with replacing(run_file, binary=True) as out:
-                        out.write(run_json.encode())
-                    undo.callback(_remove, run_file.unlink)
+                self._create(undo, run_json)
             except (sqlite3.Error, OSError) as error:
                 raise RecordError(
                     f"{printable(str(self.path))}: cannot write records there: {reason_of(error)}; pass a directory "
@@ -74,6 +51,33 @@ class RunWriter(Outlet):
         # The rows of the next transaction, by table and by id: a later row replaces an earlier one.
         self._batch = defaultdict[str, dict[object, tuple[Any, ...]]](dict)
         self._lock = RLock()
+
+    def _create(self, undo: ExitStack, run_json: str) -> None:
+        """Make the directory and the file of this rank, and note in ``undo`` how to remove them again."""
+        if not self.path.exists():
+            undo.callback(_remove, self.path.rmdir)
+        self.path.mkdir(parents=True, exist_ok=True)
+        obstacle = _file_of_other_run(self._database, self.rank)
+        if obstacle:
+            raise RecordError(
+                f"{printable(str(self.path))}: already holds a run ({obstacle}), and records are never written over "
+                "or mixed up with those of another; pass another directory, or remove this one"
+            )
+        # The process that makes the file has the rank. This is atomic, even on network file systems, and
+        # cannot go stale.
+        os.close(os.open(self._database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        for file in (self._database, *logs(self._database)):
+            undo.callback(_remove, file.unlink)
+        self._held = undo.enter_context(ExitStack())
+        self._held.callback(_remove, lock_file(self._database).unlink)
+        self._held.enter_context(locked(self._database))
+        self._connection = created(self._database)
+        self._held.callback(_remove, self._connection.close)
+        if self.rank == 0:
+            run_file = self.path / layout.RUN_FILE
+            with replacing(run_file, binary=True) as out:
+                out.write(run_json.encode())
+            undo.callback(_remove, run_file.unlink)
 
     def add_row(self, row: RecordedRow) -> None:
         """Take one row. The row that it replaces may be in the file already."""

@@ -99,13 +99,18 @@ def _reordered(run: list[Numbers], reference: list[Numbers]) -> list[Numbers]:
     return run
 
 
+def _pairs_of(rows: Rows) -> Iterator[Pair]:
+    """Yield a pair for each row of a tensor that the run or the reference has."""
+    for tensor, of_runs in rows.items():
+        run, reference, *_ = of_runs
+        most = max(len(run), len(reference))
+        for row, numbers in enumerate(islice(zip_longest(*of_runs), most)):
+            yield Pair(tensor, row, numbers)
+
+
 def _comparable(rows: Rows, *, is_same_world: bool) -> tuple[list[Pair], list[str]]:
     """Return the pairs that are the same calls in all runs, and notes on the others."""
-    pairs = []
-    for tensor, of_runs in rows.items():
-        most = max(len(of_runs[0]), len(of_runs[1]))
-        for row, numbers in enumerate(islice(zip_longest(*of_runs), most)):
-            pairs.append(Pair(tensor, row, numbers))
+    pairs = list(_pairs_of(rows))
     alone, unlike = _unlike_calls(rows)
     alike = []
     others = []

@@ -23,7 +23,7 @@ VERSION = 1
 _COLUMNS = 100
 _STEPS = 8
 _MAY_BE_ROUNDING = "; this may be rounding, which noise runs would tell"
-# What the JSON has in another form than the attribute.
+# The JSON gives these attributes in another form.
 _APART = ("pairs", "alike", "others")
 _OF_A_TENSOR = [
     "name",
@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(getattr(value, key)) for key in _OF_A_TENSOR}
     if not isinstance(value, tuple):
         return value
-    elements = list(map(_plain, value))
+    elements = [_plain(element) for element in value]
     if hasattr(value, "_fields"):
         return dict(zip(value._fields, elements, strict=True))
     return elements
@@ -131,14 +131,17 @@ def compared(run: Reading, reference: Reading, noise: Sequence[Reading]) -> Comp
     if first and first[0].phase == "forward":
         inside = findings.inside_of(pairs, first[0])
         modules = findings.modules_of(pairs, first[0])
-    all_steps = run.steps.union(reference.steps, *(run.steps for run in noise))
+    all_steps = run.steps | reference.steps
+    for repetition in noise:
+        all_steps |= repetition.steps
     steps = tuple(findings.steps_of(pairs))
     lost = len(all_steps) - len(steps)
     if lost:
         notes.append(f"{lost} of {len(all_steps)} steps are not in all runs")
     undecided = texts_of(pair for pair in pairs if pair.is_undecided)
-    for pair in (*last, *first, *filter(None, [largest])):
-        pair.text = findings.text_of(pairs, pair)
+    for pair in (*last, *first, largest):
+        if pair is not None:
+            pair.text = findings.text_of(pairs, pair)
     return Comparison(
         alike=not first and largest is not None and not has_other_params,
         run=run.path,
@@ -170,11 +173,13 @@ def of_models(
         return replace(comparisons[0], model="")
     first = min(comparisons, key=_begins)
     others = [comparison for comparison in comparisons if comparison is not first]
+    models_of_run = [f"model {name}" for name in only_run]
+    models_of_reference = [f"model {name}" for name in only_reference]
     return replace(
         first,
         alike=are_all_in_both and all(comparison.alike for comparison in comparisons),
-        only_run=(*first.only_run, *map("model {}".format, only_run)),
-        only_reference=(*first.only_reference, *map("model {}".format, only_reference)),
+        only_run=(*first.only_run, *models_of_run),
+        only_reference=(*first.only_reference, *models_of_reference),
         others=tuple(others),
     )
 
@@ -253,7 +258,8 @@ def _doubt(comparison: Comparison, distance: float) -> str:
 def _lines(comparison: Comparison) -> Iterator[str]:
     yield _verdict(comparison)
     yield f"run {printable(comparison.run)}, reference {printable(comparison.reference)}"
-    yield from map(_verdict, comparison.others)
+    for other in comparison.others:
+        yield _verdict(other)
     if comparison.only_run:
         yield f"only in the run: {abridged(comparison.only_run, {})}"
     if comparison.only_reference:
@@ -265,7 +271,7 @@ def _lines(comparison: Comparison) -> Iterator[str]:
             yield from table.lines(_COLUMNS)
             yield ""
     texts = [f"tolerance: {comparison.tolerance.text}"]
-    texts += map("note: {}".format, comparison.notes)
+    texts += [f"note: {note}" for note in comparison.notes]
     undecided = comparison.undecided
     if undecided:
         number = count(len(undecided), "tensor")

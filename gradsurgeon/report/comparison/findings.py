@@ -1,7 +1,7 @@
 """Findings from the distances of two runs: the border, what modules add, how it goes on."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
 from statistics import median
@@ -17,6 +17,8 @@ _FIRST = 5
 _ADDS = 10.0
 _MODULES = 8
 _GROWS = 2.0
+# The name of a module, and the number of its call.
+_Call = tuple[str, int]
 
 
 class ModuleDifference(NamedTuple):
@@ -96,29 +98,44 @@ def inside_of(pairs: Sequence[Pair], border: Pair) -> str:
 
 def modules_of(pairs: Sequence[Pair], border: Pair) -> list[ModuleDifference]:
     """Return the modules that add most to the difference in the pass of the border, in the order of their inputs."""
-    came: dict[tuple[str, int], float] = {}
-    # By module and call: as a multiple of what came in, and as it is.
-    went: dict[tuple[str, int], tuple[float, float]] = {}
+    # How far the inputs of each call are apart.
+    inputs: dict[_Call, float] = {}
+    # How far its outputs are apart: as a multiple of the inputs, and as it is.
+    outputs: dict[_Call, tuple[float, float]] = {}
     for pair in pairs:
         if pair.is_undecided or pair.state or not _is_same_pass(pair, border):
             continue
-        key = pair.name, pair.call
+        call = (pair.name, pair.call)
         if pair.base == "input":
-            came[key] = max(pair.distance, came.get(key, 0.0))
-        elif pair.base == "output" and key in came and pair.is_apart:
-            times = pair.distance / max(came[key], pair.tolerance, 1e-30)
+            inputs[call] = max(pair.distance, inputs.get(call, 0.0))
+        elif pair.base == "output" and call in inputs and pair.is_apart:
+            times = pair.distance / max(inputs[call], pair.tolerance, 1e-30)
             if times >= _ADDS:
-                went[key] = max((times, pair.distance), went.get(key, (0.0, 0.0)))
-    most = []
-    for key in sorted(went, key=went.__getitem__, reverse=True):
-        times, distance = went[key]
-        # A module inside adds the difference if no more came into it.
-        limit = _ADDS * distance / times
-        inner = [other for other in went if is_inside(other[0], key[0]) and other[0] != key[0]]
-        if all(came[other] >= limit for other in inner):
-            most.append(key)
-    most = sorted(most[:_MODULES], key=list(came).index)
-    return [ModuleDifference(key[0], came[key], went[key][1]) for key in most]
+                outputs[call] = max((times, pair.distance), outputs.get(call, (0.0, 0.0)))
+    largest_first = sorted(outputs, key=outputs.__getitem__, reverse=True)
+    most = [call for call in largest_first if not _is_added_inside(call, inputs, outputs)]
+    differences = []
+    for call in sorted(most[:_MODULES], key=list(inputs).index):
+        name, _ = call
+        _, distance = outputs[call]
+        differences.append(ModuleDifference(name, inputs[call], distance))
+    return differences
+
+
+def _is_added_inside(
+    call: _Call, inputs: Mapping[_Call, float], outputs: Mapping[_Call, tuple[float, float]]
+) -> bool:
+    """Tell whether a module inside adds the difference of a call: less of it came into that module."""
+    name, _ = call
+    times, distance = outputs[call]
+    limit = _ADDS * distance / times
+    for inner_call in outputs:
+        inner_name, _ = inner_call
+        is_inner = inner_name != name and is_inside(inner_name, name)
+        had_it_before = inputs[inner_call] >= limit
+        if is_inner and not had_it_before:
+            return True
+    return False
 
 
 def steps_of(pairs: Sequence[Pair]) -> Iterator[StepDifference]:

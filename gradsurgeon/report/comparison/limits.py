@@ -45,7 +45,11 @@ def carry_on(pairs: Sequence[Pair], rule: Tolerance) -> None:
 
 def _of_weights(weights: Sequence[Pair]) -> float:
     """Return the distance of all weights together."""
-    norms = [pair.norm if math.isfinite(pair.norm) else 0.0 for pair in weights]
-    apart = [min(pair.distance, 1.0) * norm for pair, norm in zip(weights, norms, strict=True)]
+    norms = []
+    apart = []
+    for pair in weights:
+        norm = pair.norm if math.isfinite(pair.norm) else 0.0
+        norms.append(norm)
+        apart.append(min(pair.distance, 1.0) * norm)
     whole = math.hypot(*norms)
     return math.hypot(*apart) / whole if whole else 0.0

@@ -27,10 +27,13 @@ def merged(chains: Sequence[Sequence[str]], names: Sequence[str]) -> list[str]:
 
     Chains may have other names, which count for nothing.
     """
+    known = set(names)
     ordered: list[str] = []
     for chain in [*sorted(chains, key=len, reverse=True), names]:
         place = 0
-        for name in filter(set(names).__contains__, chain):
+        for name in chain:
+            if name not in known:
+                continue
             if name not in ordered:
                 ordered.insert(place, name)
             place = ordered.index(name) + 1
@@ -97,8 +100,12 @@ def _anchor(
     root: str, call: int, keys: Mapping[Event, _Key], numbers: Mapping[Event, Numbers]
 ) -> _Key | None:
     """Return the key of the output that a call takes, by its numbers; `None` if they equal no others."""
-    taken = numbers.get((False, root, call), (0.0,))
-    if not taken[0]:
+    of_input = numbers.get((False, root, call), (0.0,))
+    if not of_input[0]:
         return None
-    anchors = [key for event, key in keys.items() if event[0] and numbers.get(event) == taken]
+    anchors = []
+    for event, key in keys.items():
+        is_output = event[0]
+        if is_output and numbers.get(event) == of_input:
+            anchors.append(key)
     return max(anchors, default=None)

@@ -19,7 +19,7 @@ from gradsurgeon.records.store.tables import by_statistic, together
 from gradsurgeon.report.comparison.order import is_inside
 from gradsurgeon.report.rules_and_events import base_of
 
-# What makes a fingerprint; the number of elements is welcome, not needed.
+# These statistics make a fingerprint; the number of elements is welcome, not needed.
 STATS = ("l2", "projection_1", "projection_2", "numel")
 _NEEDED = frozenset(STATS[:3])
 # The values of `STATS`, NaN where one is not known.
@@ -254,7 +254,7 @@ def _rows(
     group: Mapping[str, StoredSeries], columns: Mapping[int, tuple[Kind, str]], rank: int
 ) -> Iterator[tuple[TensorOfStep, Numbers]]:
     """Yield the numbers of some columns of a group, in the order of steps."""
-    if not all(map(len, group.values())):
+    if any(len(series) == 0 for series in group.values()):
         return
     steps, values, present = together(group)
     unknown = np.full(present.shape, np.nan)

@@ -95,24 +95,19 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
     """Set how far apart each tensor is and may be, in the order of execution, and return the rule."""
     run, reference, *noise = readings
     values = values_of(pairs, len(readings))
-    ours = values[:, 0]
     theirs = values[:, 1]
-    far = distances(ours, theirs).tolist()
-    shifts = distances(ours[:, :1], theirs[:, :1]).tolist()
+    _set_distances(pairs, values[:, 0], theirs)
     # Finer dtypes than that of the records count as `float32`.
     dtypes = ["float32", *run.dtypes.values(), *reference.dtypes.values()]
     dtype = max(dtypes, key=eps_of)
-    for pair, distance, shift in zip(pairs, far, shifts, strict=True):
-        pair.shift = shift
-        pair.distance = distance
-        if pair.state:
-            # A missing gradient is like a gradient of zeros.
-            pair.distance = math.inf if pair.norm else 0.0
+    for pair in pairs:
         # A parameter is rounded to its dtype, other tensors to the coarsest one.
-        own = [dtype]
+        eps = eps_of(dtype)
         if not pair.kind.of_modules:
-            own = [reading.dtypes.get(pair.name, "") for reading in (run, reference)]
-        pair.floor = _EPS * max(map(eps_of, own))
+            own = run.dtypes.get(pair.name, "")
+            other = reference.dtypes.get(pair.name, "")
+            eps = max(eps_of(own), eps_of(other))
+        pair.floor = _EPS * eps
     if noise:
         drift = noise_of(values[:, 2:], theirs)
         begin = (pairs[0].step, pairs[0].phase)
@@ -130,6 +125,18 @@ def set_limits(pairs: Sequence[Pair], readings: Sequence[Reading]) -> Tolerance:
     if not noise:
         _grow(pairs)
     return rule
+
+
+def _set_distances(pairs: Sequence[Pair], ours: Floats, theirs: Floats) -> None:
+    """Set how far apart tensors are, given their norms and projections, of shape `[pairs, 3]`."""
+    far = distances(ours, theirs).tolist()
+    shifts = distances(ours[:, :1], theirs[:, :1]).tolist()
+    for pair, distance, shift in zip(pairs, far, shifts, strict=True):
+        pair.shift = shift
+        pair.distance = distance
+        if pair.state:
+            # A missing gradient is like a gradient of zeros.
+            pair.distance = math.inf if pair.norm else 0.0
 
 
 def _groups_of(pairs: Sequence[Pair]) -> list[list[int]]:
@@ -265,7 +272,7 @@ def refuse_unlike(noise: Sequence[Reading], pairs: Sequence[Pair], reference: Re
     values = values_of(forward, 2 + len(noise))
     reference_values = values[:, 1]
     is_finite = np.asarray(np.isfinite(reference_values).all(axis=1))
-    # Where rounding decides, noise runs differ from each other; another script differs alike in all.
+    # Rounding makes noise runs differ from each other; another script differs from all of them alike.
     spread = distances(values[:, 2], values[:, -1])
     for number, repetition in enumerate(noise, 2):
         far = distances(values[:, number], reference_values)

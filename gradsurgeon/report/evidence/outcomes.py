@@ -20,6 +20,9 @@ from gradsurgeon.report.evidence.gradients import MatchedGradients, TrialOutcome
 from gradsurgeon.report.evidence.run_norms import Array
 from gradsurgeon.report.evidence.told import ALL
 
+# The actions with a bound. A `spike-trap` holds gradients to it under `then: clip` alone.
+BOUNDING = (ClipNorm, Clamp, SpikeTrap)
+
 _UNITS = "the norms of single units are not recorded"
 _BOUNDS = "records tell of bounds that are alike on both sides, and these are not"
 _TORCH = "the bounds of `spike-trap` are computed by torch, which is not installed here"

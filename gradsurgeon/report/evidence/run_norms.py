@@ -10,15 +10,16 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import PlainSerializer, PlainValidator
 
-from gradsurgeon.errors import RecordError
+from gradsurgeon.errors import RecordError, shorten_names
 from gradsurgeon.language.planning import Manifest, manifest_file
-from gradsurgeon.records.store.layout import RUN_FILE, section
+from gradsurgeon.records.store.layout import RUN_FILE, runs_inside, section
 from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.records.store.recorded import Recorded, of_lowest_ranks
 from gradsurgeon.records.store.run import open_run
@@ -28,6 +29,7 @@ from gradsurgeon.records.store.tables import by_statistic, together
 STATS = ("l2", "linf")
 # The point of a trap, which looks after backward and decides at the update.
 DECISION = "decision"
+_INSIDE = "{name} is of one model, and has runs of others inside: {inside}"
 # Far more than an export of norms holds: no file makes more memory of one array.
 _MOST_BYTES = 50_000_000
 
@@ -116,6 +118,7 @@ class RunNorms:
         tables: the records; each name once for each point.
         ranks: the number of ranks.
         edited_at_backward: a rule that changed what backward passes contribute; empty if there is none.
+        edited_first: a rule that changed gradients at the update before they were recorded there; empty if there is none.
         changed_by_script: whether the script changed gradients between backward and update, ``None`` if that is not known.
         is_rounded: whether its rows stand for several.
     """
@@ -125,6 +128,7 @@ class RunNorms:
     tables: tuple[RecordedTable, ...]
     ranks: int = 1
     edited_at_backward: str = ""
+    edited_first: str = ""
     changed_by_script: bool | None = None
     is_rounded: bool = False
 
@@ -134,11 +138,12 @@ class RunNorms:
         return any(table.point == "step" for table in self.tables)
 
     def at(self, point: str) -> list[RecordedTable]:
-        """Return the tables of a point. If none are of the update, those after backward stand for it."""
+        """Return the tables of a point. If none are of the update, those after backward stand for it, and the other way round for a trap."""
+        points = {table.point for table in self.tables}
         # A trap decides at the update, and the script may have repaired a gradient before.
-        if point == DECISION and self.changed_by_script:
+        if point == DECISION and (self.changed_by_script or "accumulated" not in points):
             point = "step"
-        if point == DECISION or (point == "step" and not self.at_update):
+        if point == DECISION or (point == "step" and point not in points):
             point = "accumulated"
         return [table for table in self.tables if table.point == point]
 
@@ -154,31 +159,38 @@ def read(path: str | os.PathLike[str]) -> RunNorms:
     recorded = open_run(path).recorded()
     edits: dict[str, str] = {}
     recorders = set()
+    edited_first = ""
     meta = recorded.meta
+    # In the order of the file, in which rules of one point act.
     for rule in section(meta, "plan").get("rules", ()):
         role = section(meta, "roles").get(rule["id"], {})
         if not rule["params"] or rule["tensor"] != "grad":
             continue
         if role.get("role") in ("edit", "freeze") and meta.get("mode") != "observe":
             edits.setdefault(rule["point"], rule["id"])
-        if role.get("per") != "rule":
+        if role.get("role") == "observe" and rule["point"] == "step" and "step" in edits:
+            edited_first = edits["step"]
+        elif role.get("per") != "rule":
             recorders.add(rule["id"])
     tables = [table for table in _tables(recorded, recorders) if len(table.steps)]
-    if edits.keys() - {"backward"}:
-        # These rules may have come before the records at their point.
-        tables = [table for table in tables if table.point != "step"]
     model = section(meta, "model")
     if "version" not in model:
         raise RecordError(
             f"{name}: an earlier version recorded this run, without the shapes of the parameters; record it again"
         )
     model.pop("title", None)
+    manifest = manifest_file.from_dict(model, f"{name}/{RUN_FILE}")
+    inside = runs_inside(Path(path))
+    if inside:
+        note = _INSIDE.format(name=name, inside=shorten_names(list(map(str, inside))))
+        manifest = replace(manifest, notes=(note,))
     return RunNorms(
         name=name,
-        manifest=manifest_file.from_dict(model, f"{name}/{RUN_FILE}"),
+        manifest=manifest,
         tables=tuple(_each_once(tables)),
         ranks=meta.get("ranks", 1),
         edited_at_backward=edits.get("backward", ""),
+        edited_first=edited_first,
         changed_by_script=recorded.changed_by_script,
     )
 

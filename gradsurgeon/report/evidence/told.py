@@ -59,9 +59,9 @@ class Told:
         acts: the updates in which it would have changed a tensor, or tripped.
         largest: where it would have acted most, ``None`` if nowhere.
         strength: how strongly there: norm over bound, or the norm.
-        by_name: in how many updates it would have acted on each tensor.
+        by_name: how often it would have acted on each tensor: in updates, at `backward` in passes.
         missing: why the records do not tell; empty if they do.
-        trips: whether it trips, and changes no gradient.
+        bites: whether it holds gradients to a bound.
         is_rounded: whether the counts come from some steps that stand for others.
         is_of_one_rank: whether the records are of rank 0 alone, and other ranks had numbers of their own.
         thresholds: the quantiles of what it compares with its bound, if they were asked for.
@@ -74,7 +74,7 @@ class Told:
     strength: float = -math.inf
     by_name: Counter[str] = field(default_factory=Counter)
     missing: str = ""
-    trips: bool = False
+    bites: bool = False
     is_rounded: bool = False
     is_of_one_rank: bool = False
     thresholds: Sequence[Thresholds] = ()

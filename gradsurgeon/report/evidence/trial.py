@@ -14,24 +14,28 @@ from gradsurgeon.language.planning import MatchedRules
 from gradsurgeon.records.store.memory import LOSS
 from gradsurgeon.report.evidence import counts
 from gradsurgeon.report.evidence.gradients import TrialOutcome, View
-from gradsurgeon.report.evidence.outcomes import OUTCOMES, stats_of, untold
+from gradsurgeon.report.evidence.outcomes import BOUNDING, OUTCOMES, stats_of, untold
 from gradsurgeon.report.evidence.run_norms import DECISION, RecordedTable, RunNorms
 from gradsurgeon.report.evidence.told import Told
 
 _OPEN = "its bound is `?`"
 _OTHERS = "only rules on gradients of parameters before the update are tried, and rules on losses"
 _NO_LOSS = "the run recorded no loss of this name"
-_UNRECORDED = "no {stat} at `{point}` of {names}: record `{stat}` with `norm-log` and `at: {point}`"
+_UNRECORDED = "no {stat} at `{point}` of {names}: {remedy}"
+_RECORD = "record `{stat}` with `norm-log` and `at: {point}`"
+_FIRST = "rule {rule} of the run acted before `norm-log` at `step`: put the `norm-log` above it"
 _AT_STEP = "record the gradients with `norm-log` and `at: step`"
-_SCRIPT = f"the script changed gradients between backward and the update: {_AT_STEP}"
-_UNSEEN = f"no trap of the run saw whether the script changed gradients between backward and the update: {_AT_STEP}"
+_SCRIPT = "the script changed gradients between backward and the update"
+_UNSEEN = (
+    "no trap of the run saw whether the script changed gradients between backward and the update"
+)
 _EDITED = "rule {rule} of the run changed what backward passes contribute"
 _SEVERAL = "several rules recorded these gradients: record those of one norm by one rule"
 _LEARNS = "its bound learns from each update, and "
 _QUANTILES = f"{_LEARNS}this export has quantiles: name the run directory"
 _SAMPLED = f"{_LEARNS}the run recorded one in {{period}}: record all"
 _LATE = f"{_LEARNS}the run recorded none before {{step}}: record all"
-_BEHIND = "rule {rule} acts on these gradients before, and norms do not show what it leaves"
+_BEHIND = "rule {rule} acts on these gradients before, and what it leaves is not known"
 
 
 class Trial:
@@ -61,7 +65,7 @@ class Trial:
             self._told[rule.id] = Told(
                 run=run.name,
                 missing=self._problem(rule, stage),
-                trips=not rule.edits,
+                bites=rule.edits and isinstance(rule, BOUNDING),
                 is_rounded=run.is_rounded,
                 is_of_one_rank=run.ranks > 1 and stage in (LOSS, "backward"),
             )
@@ -104,12 +108,19 @@ class Trial:
         if run.at_update or changed is False or isinstance(rule, FreezeRule):
             return ""
         if stage == "step":
-            return _SCRIPT if changed else _UNSEEN
+            return f"{_SCRIPT if changed else _UNSEEN}: {self._at_step}"
         for table in tables:
             nonfinite = table.present & ~np.isfinite(table.stats["l2"])
             if changed and stage == DECISION and nonfinite[:, self._columns(rule, table)].any():
-                return _SCRIPT
+                return f"{_SCRIPT}: {self._at_step}"
         return ""
+
+    @property
+    def _at_step(self) -> str:
+        """What a run has to record to tell of the update."""
+        if self._run.edited_first:
+            return _FIRST.format(rule=self._run.edited_first)
+        return _AT_STEP
 
     def _unrecorded(self, rule: Rule, stage: str, tables: Sequence[RecordedTable]) -> str:
         point = "accumulated" if stage == DECISION else stage
@@ -125,7 +136,12 @@ class Trial:
                     recorders.add(table.rule)
             lacking = sorted(wanted - having)
             if lacking:
-                return _UNRECORDED.format(stat=stat, point=point, names=shorten_names(lacking))
+                remedy = _RECORD.format(stat=stat, point=point)
+                if point == "step" and self._run.edited_first:
+                    remedy = self._at_step
+                return _UNRECORDED.format(
+                    stat=stat, point=point, names=shorten_names(lacking), remedy=remedy
+                )
         if rule.joins_norms and len(recorders) > 1:
             return _SEVERAL
         return ""

@@ -25,12 +25,12 @@ def table(told: Mapping[str, Told]) -> Iterator[str]:
         if result.missing:
             remarks[f"not told by these records: {result.missing}"].append(name)
         else:
-            acts = f"{result.acts:,} of {_updates(result.steps)}"
+            acts = f"{result.acts:,} of {_steps(result.steps)}"
             if result.acts:
                 acts += f" ({_percent(result)})"
             rows.append((name, acts, _strongest(result.largest), _often(result)))
-        if result.is_of_one_rank:
-            remarks[_OF_ONE_RANK].append(name)
+            if result.is_of_one_rank:
+                remarks[_OF_ONE_RANK].append(name)
     yield f"on {printable(result.run)}"
     if len(rows) > 1:
         yield from grid(rows)
@@ -48,7 +48,7 @@ def thresholds(told: Mapping[str, Told]) -> Iterator[str]:
             continue
         steps = max(threshold.steps for threshold in result.thresholds)
         yield ""
-        yield f"{printable(rule)}: what it compares with its bound in {_updates(steps)}; in brackets the updates in which that bound would have acted"
+        yield f"{printable(rule)}: what it compares with its bound in {_steps(steps)}; in brackets the steps in which that bound would have acted"
         rows = [("", *(f"{100 * share:g} %" for share in SHARES[:-1]), "largest")]
         for each in result.thresholds:
             pairs = zip(each.values, each.acts, strict=True)
@@ -64,18 +64,19 @@ def change(before: Told | None, after: Told | None) -> str:
     text = _side(first)
     for other in sides[1:]:
         now = _side(other)
-        if not (first.missing or other.missing) and other.steps in (first.steps, 0):
+        are_alike = first.bites == other.bites and other.steps in (first.steps, 0)
+        if are_alike and not (first.missing or other.missing):
             now = _percent(other)
         if now != text:
             text += f" -> {now}"
     text = f"on {first.run}: {text}"
-    if first.is_rounded:
+    known = [side for side in sides if not side.missing]
+    if any(side.is_rounded for side in known):
         text += " (rounded)"
-    if any(side.is_of_one_rank for side in sides):
+    if any(side.is_of_one_rank for side in known):
         text += " (on rank 0)"
     factors = [side.largest and side.largest.factor for side in sides]
-    # A trap divides nothing.
-    if any(factors) and not any(side.trips or side.missing for side in sides):
+    if any(factors) and known == sides and all(side.bites for side in sides):
         text += f"; the largest gradient is {_divided(factors)}"
     return text
 
@@ -83,11 +84,12 @@ def change(before: Told | None, after: Told | None) -> str:
 def _side(told: Told) -> str:
     if told.missing:
         return f"not told by its records: {told.missing}"
-    return f"acts in {_percent(told)} of {_updates(told.steps)}"
+    verb = "bites" if told.bites else "acts"
+    return f"{verb} in {_percent(told)} of {_steps(told.steps)}"
 
 
-def _updates(number: int) -> str:
-    return count(number, "recorded update")
+def _steps(number: int) -> str:
+    return count(number, "recorded step")
 
 
 def _percent(told: Told) -> str:
