@@ -101,7 +101,7 @@ def test_what_a_sparse_gradient_leaves_out_is_zero(size: int) -> None:
 @pytest.mark.parametrize("gaps", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_elements_lose_no_digits(dtype: torch.dtype, gaps: int) -> None:
-    grad = torch.full((2**23,), 0.1, dtype=dtype)[::gaps]
+    grad = torch.full((2**23,), 9.0, dtype=dtype)[::gaps].fill_(0.1)
     wanted = float(grad[0]) * math.sqrt(len(grad))
     assert float(_numbers.norm(grad)) == pytest.approx(wanted, rel=2e-6)
     assert _numbers.norms([grad]).tolist() == pytest.approx([wanted], rel=2e-6)
@@ -116,3 +116,12 @@ def test_each_group_of_tensors_has_its_norm(places: list[int], order: float) -> 
         members = [place == group for place in places]
         wanted.append(torch.linalg.vector_norm(norms[members], order).item())
     assert _numbers.over(norms, places, order).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("others", [torch.bfloat16, torch.float16, torch.float64])
+def test_norms_of_two_dtypes_are_as_exact_as_those_of_one(others: torch.dtype) -> None:
+    grads = [made(500, torch.float32), made(501, others)]
+    for order in (2.0, INF):
+        wanted = [torch.linalg.vector_norm(grad.double(), order).item() for grad in grads]
+        assert _numbers.norms(grads, order).tolist() == pytest.approx(wanted, rel=1e-6)
+        assert _numbers.norms(grads[::-1], order).tolist() == pytest.approx(wanted[::-1], rel=1e-6)
