@@ -187,17 +187,17 @@ INSTEAD = {
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 1",
     "step",
-    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [what to use instead](ranks.md#deepspeed)",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 2",
     "step",
-    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [what to use instead](ranks.md#deepspeed)",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 3",
     "step",
-    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [what to use instead](ranks.md#deepspeed)",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.parametrize("stage", DIVIDED)
 def test_rules_without_room_are_refused_before_the_first_step(ranks: Ranks, stage: int) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.autograd.profiler import record_function
-from torch.distributed import Reducer
 from torch.nn.utils import clip_grad
 
 # What a session replaces while it is there.
@@ -18,7 +17,7 @@ REPLACED = [
     (Tensor, "retain_grad"),
     (GradScaler, "scale"),
     (GradScaler, "step"),
-    (Reducer, "prepare_for_backward"),
+    (sys.modules["torch.distributed"].Reducer, "prepare_for_backward"),
     (clip_grad, "_clip_grads_with_norm_"),
     (clip_grad, "clip_grad_value_"),
 ]
