@@ -219,10 +219,15 @@ class EngineWatch:
             if not hasattr(kind, UPDATE):
                 self.is_blind = bool(engines)
                 return []
+            self._patches.callback(Patch(kind, "__init__", self._make).undo)
             self._patches.callback(Patch(kind, UPDATE, self._update).undo)
             for engine in engines:
                 self._note(engine)
         return list(self._engines.values())
+
+    def _make(self, make: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
+        make(engine, *args, **kwargs)
+        self._note(engine)
 
     def _note(self, engine: Any) -> None:
         # An engine for inference has no optimizer.

@@ -77,8 +77,11 @@ class DeviceDecisions:
             others = flag if lent or loss_scale is None else None
             update.outcome = DeviceOutcome(overflow, loss_scale, others, for_traps=True)
         elif lent and bool(lent[-1].value):
-            # Another session leaves the update out: this one finds no gradient, as where the other one had waited.
-            update.hide(optimizer, params_of(optimizer))
+            if overflow is not None and bool(overflow):
+                update.overflowed = loss_scale
+            else:
+                # Another session leaves the update out: this one finds no gradient, as where the other one had waited.
+                update.hide(optimizer, params_of(optimizer))
         elif overflow is None:
             return False
         elif judges:
@@ -128,7 +131,7 @@ class DeviceDecisions:
         flags = [outcome.left_out]
         if outcome.overflow is not None:
             flags.append(outcome.overflow)
-        numbers = SentNorms([as_norms(flags), update.largest, *looks.values()])
+        numbers = SentNorms([as_norms(flags), update.magnitudes, *looks.values()])
         self._pending = _Pending(update, due, looks, outcome, tripped, numbers)
         if self._at_exit is None and not self.context.outside:
             self._at_exit = atexit.register(partial(_end, weakref.ref(self)))
@@ -184,7 +187,7 @@ class DeviceDecisions:
     def _concluded(self, pending: _Pending, tripped: Tripped, limit: float) -> StopReason | None:
         update = pending.update
         outcome = pending.outcome
-        flags, update.largest, *norms = pending.numbers.read()
+        flags, update.magnitudes, *norms = pending.numbers.read()
         left_out, *overflow = as_dict(flags).values()
         overflowed = any(overflow)
         outcome.tell(overflowed=overflowed, left_out=left_out > 0)

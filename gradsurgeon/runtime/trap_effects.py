@@ -71,7 +71,7 @@ class NonfiniteTrap(Trap):
         return update.norms
 
     def objection(self, update: Judged, bound: Bound, norms: Norms) -> Tensor:  # noqa: ARG002 # they may overflow
-        return is_any_nonfinite(measure.among(update.largest, bound.indices))
+        return is_any_nonfinite(measure.among(update.magnitudes, bound.indices))
 
     def judge(self, update: Judged, bound: Bound, doubtful: Sequence[int]) -> TrapReport | None:
         update.find(doubtful)

@@ -30,7 +30,7 @@ class Judged:
         heard: the votes of the ranks on it.
         searched: the parameters with a gradient that traps search for non-finite elements.
         norms_now: the norms of their gradients.
-        largest: the largest magnitude of each, once only the device may decide; the script may have cleared the gradients.
+        magnitudes: the numbers that tell whether an element is non-finite, if the device decides; the script may clear the gradients.
         now: those of them that are non-finite, once they were counted.
         divided: those of which this rank holds a part.
         averaged: whether an engine has averaged the gradients over ranks before they were seen.
@@ -50,7 +50,7 @@ class Judged:
         self.heard = heard
         self.searched: Sequence[int] = ()
         self.norms_now: Norms = ()
-        self.largest: Norms = ()
+        self.magnitudes: Norms = ()
         self.now: dict[int, NonfiniteCount] = {}
         self.divided: Collection[int] = ()
 
@@ -61,7 +61,7 @@ class Judged:
             self.now = self._counted(doubtful)
 
     def _counted(self, doubtful: Sequence[int]) -> dict[int, NonfiniteCount]:
-        return _nonfinite(measure.as_dict(self.largest), doubtful)
+        return _nonfinite(measure.as_dict(self.magnitudes), doubtful)
 
     def find_skipped(self) -> None:
         """Find what made a `GradScaler` skip the update, which looks before the script can repair or clip."""
@@ -211,9 +211,8 @@ class JudgedUpdate(Judged):
         late = Judged(self.counter, self.passes, self.heard)
         late.searched = self.searched
         late.norms_now = self.norms_now
-        # It is non-finite exactly if an element is.
         grads = self.gradients.grads_of(self.searched)
-        late.largest = measure.norms(self.searched, grads, math.inf)
+        late.magnitudes = measure.magnitudes(self.searched, grads)
         return late
 
     def _counted(self, doubtful: Sequence[int]) -> dict[int, NonfiniteCount]:

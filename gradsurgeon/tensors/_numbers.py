@@ -45,6 +45,8 @@ _FEW_FOR_NORM = 256
 # loses digits from `_ROW` elements on.
 _MANY = 2**17
 _ROW = 2**10
+# Scales each finite float64 number into the range of float32.
+_INTO_FLOAT32 = 2.0**-900
 
 
 @_torch.without_grad
@@ -73,7 +75,8 @@ def norms(grads: Tensors, order: float = 2.0) -> Tensor:
     if is_short and len(dtypes) == 1:  # one call can measure all
         norms = torch.stack(_each(dense, order)).float()
     else:
-        norms = torch.stack(_of_each_kind(dense, order)).float()
+        # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
+        norms = torch.stack([norm.float() for norm in _of_each_kind(dense, order)])
     if _may_be_out_of_range(norms, order):
         for position, norm in enumerate(norms.tolist()):
             is_out_of_range = math.isinf(norm) or norm < _TINY
@@ -96,8 +99,20 @@ def _of_each_kind(dense: Tensors, order: float) -> list[Tensor]:
         else:
             alike = [dense[position] for position in positions]
             by_position.update(zip(positions, _each(alike, order), strict=True))
-    # Without an index, which would have to come from the host: a CUDA graph cannot wait for it.
-    return [by_position[position].float() for position in range(len(dense))]
+    return [by_position[position] for position in range(len(dense))]
+
+
+@_torch.without_grad
+def magnitudes(grads: Tensors) -> Tensor:
+    """Return a number of each strided gradient: NaN or infinite exactly if an element is, and then of the same kind.
+
+    Shape ``[len(grads)]``, float32, on their device. A finite one is the largest magnitude; of float64 it is scaled down.
+    """
+    numbers = []
+    for number in _of_each_kind(grads, math.inf):
+        narrow = number * _INTO_FLOAT32 if number.dtype is torch.float64 else number
+        numbers.append(narrow.float())
+    return torch.stack(numbers)
 
 
 def over(norms: Tensor, places: Sequence[int], order: float) -> Tensor:

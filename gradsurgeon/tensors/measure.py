@@ -68,6 +68,14 @@ def norms(
     return tuple(by_device)
 
 
+def magnitudes(indices: Sequence[int], grads: Tensors) -> Norms:
+    """Return a number of each strided gradient: NaN or infinite exactly if an element is, and then of the same kind."""
+    by_device = []
+    for group_indices, group in _by_device(indices, grads):
+        by_device.append((tuple(group_indices), _numbers.magnitudes(group)))
+    return tuple(by_device)
+
+
 def _by_device(items: Sequence[Item], tensors: Tensors) -> list[tuple[Sequence[Item], Tensors]]:
     if not tensors:
         return []

@@ -124,7 +124,7 @@ def records(stage: int, precision: str, clip: float = 0.0) -> Json:
         "step": session.step,
         "events": [event.message for event in session.events if event.kind not in QUIET],
         "plan": str(session.plan),
-        "outputs": len(session.history("2")),
+        "outputs": session.history("2"),
         "loss": session.history("loss", "loss"),
     }
     for rule, options in looking.items():
@@ -175,10 +175,10 @@ def raises(stage: int) -> Json:
     return {"error": error, "kept": before == training.weights()}
 
 
-def refusals(stage: int) -> Json:
+def refusals(stage: int, precision: str = "") -> Json:
     found: Json = {}
     for rule, options in REFUSED.items():
-        training = Training(stage)
+        training = Training(stage, 0.0, precision)
         before = training.weights()
         session = gradsurgeon.apply(training.engine, rules({rule: options}))
         found[rule] = ""
@@ -188,7 +188,20 @@ def refusals(stage: int) -> Json:
             found[rule] = str(error)
         found[f"{rule} kept"] = before == training.weights()
         session.remove()
-    return found | {"pack": softened(stage)}
+    return found | {"pack": softened(stage, precision)}
+
+
+def made_later(stage: int) -> Json:
+    """Return what is said of an engine that a script makes after the session of another one has seen a pass."""
+    first = Training(stage)
+    with gradsurgeon.apply(first.engine, rules({"trap": LOGS["trap"]})):
+        first.run()
+        second = Training(stage)
+        session = gradsurgeon.apply(second.engine, rules({"trap": LOGS["trap"]}))
+        second.run()
+        events = [event.message for event in session.events if event.kind != "fact"]
+        session.remove()
+    return {"step": session.step, "events": events}
 
 
 def acts() -> Json:
@@ -206,9 +219,9 @@ def acts() -> Json:
     return found
 
 
-def softened(stage: int) -> list[str]:
+def softened(stage: int, precision: str) -> list[str]:
     """Return what is said of a trap of a pack that would skip updates."""
-    training = Training(stage)
+    training = Training(stage, 0.0, precision)
     lines: list[str] = []
     options = SessionOptions(lenient=True, say=lines.append)
     plan = gradsurgeon.plan(training.engine, rules({"skip": REFUSED["skip"]}))
@@ -230,8 +243,10 @@ def find() -> Json:
         found[f"edits {stage}"] = edits(stage, half)
         found[f"traps {stage}"] = traps(stage, half)
         found[f"raises {stage}"] = raises(stage)
+        found[f"later {stage}"] = made_later(stage)
         if not stage:
             found["acts"] = acts()
+            found["refusals 0"] = refusals(0, "bf16")
         else:
             found[f"scaled {stage}"] = records(stage, "fp16")
             found[f"skips {stage}"] = traps(stage, "fp16")

@@ -26,10 +26,10 @@ WATCHED = [*(f"records {stage}" for stage in STAGES), *(f"clipped {stage}" for s
 SCALED = [f"scaled {stage}" for stage in DIVIDED]
 
 
-@pytest.mark.cell("DeepSpeed, ZeRO 0", "accumulated", "modules")
-@pytest.mark.cell("DeepSpeed, ZeRO 1", "accumulated", "step", "modules")
-@pytest.mark.cell("DeepSpeed, ZeRO 2", "accumulated", "step", "modules")
-@pytest.mark.cell("DeepSpeed, ZeRO 3", "accumulated", "step", "modules")
+@pytest.mark.cell("DeepSpeed, ZeRO 0", "accumulated")
+@pytest.mark.cell("DeepSpeed, ZeRO 1", "accumulated", "step")
+@pytest.mark.cell("DeepSpeed, ZeRO 2", "accumulated", "step")
+@pytest.mark.cell("DeepSpeed, ZeRO 3", "accumulated", "step")
 @pytest.mark.parametrize("training", [*WATCHED, *SCALED])
 def test_observing_changes_nothing_and_finds_no_fault(ranks: Ranks, training: str) -> None:
     for rank in ranks:
@@ -40,11 +40,37 @@ def test_observing_changes_nothing_and_finds_no_fault(ranks: Ranks, training: st
         assert "DeepSpeed averages gradients" in found["plan"]
 
 
+@pytest.mark.cell(
+    "DeepSpeed, ZeRO 0",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
+)
+@pytest.mark.cell(
+    "DeepSpeed, ZeRO 1",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
+)
+@pytest.mark.cell(
+    "DeepSpeed, ZeRO 2",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
+)
+@pytest.mark.cell(
+    "DeepSpeed, ZeRO 3",
+    "modules",
+    differs="the rule sees this rank's own share, before the reduction",
+)
+@pytest.mark.parametrize("training", [*WATCHED, *SCALED])
+def test_tensors_of_modules_are_those_of_a_rank(ranks: Ranks, training: str) -> None:
+    own, other = (rank[training]["outputs"] for rank in ranks)
+    assert len(own) == len(other) == 8
+    assert own != other
+
+
 @pytest.mark.parametrize("training", [*WATCHED, *SCALED])
 def test_each_record_is_of_the_whole_average(ranks: Ranks, training: str) -> None:
     for rank in ranks:
         found = rank[training]
-        assert found["outputs"] == 8
         assert [step for step, _ in found["loss"]] == [0, 1, 2, 3]
         for rule in ("at-accumulated", "at-step", "patterns", "weights", "updates"):
             assert found[rule] == ranks[0][training][rule]
@@ -161,17 +187,17 @@ INSTEAD = {
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 1",
     "step",
-    refused="`freeze`, `then: skip-step`, and all edits: the message says what to use instead",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 2",
     "step",
-    refused="`freeze`, `then: skip-step`, and all edits: the message says what to use instead",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.cell(
     "DeepSpeed, ZeRO 3",
     "step",
-    refused="`freeze`, `then: skip-step`, and all edits: the message says what to use instead",
+    refused="`freeze`, `then: skip-step`, `spike-trap`, `capture`, and all edits: see [DeepSpeed](ranks.md#deepspeed)",
 )
 @pytest.mark.parametrize("stage", DIVIDED)
 def test_rules_without_room_are_refused_before_the_first_step(ranks: Ranks, stage: int) -> None:
@@ -181,6 +207,28 @@ def test_rules_without_room_are_refused_before_the_first_step(ranks: Ranks, stag
             assert instead in found[rule]
             assert found[f"{rule} kept"]
         assert [("rule skip: only warns: " in line) for line in found["pack"]] == [True]
+
+
+@pytest.mark.cell(
+    "DeepSpeed, ZeRO 0", "step", refused="in half precision `freeze` and `then: skip-step`"
+)
+def test_in_zero_0_half_precision_leaves_no_room_to_hide_gradients(ranks: Ranks) -> None:
+    for rank in ranks:
+        found = rank["refusals 0"]
+        for rule in ("freeze", "skip"):
+            assert INSTEAD[rule] in found[rule]
+            assert found[f"{rule} kept"]
+        assert (found["clip"], found["edit"]) == ("", "")
+        assert [("rule skip: only warns: " in line) for line in found["pack"]] == [True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_that_is_made_later_counts_its_own_updates(ranks: Ranks, stage: int) -> None:
+    for rank in ranks:
+        found = rank[f"later {stage}"]
+        assert found["step"] == 4
+        (text,) = found["events"]
+        assert text.startswith("DeepSpeed averages gradients")
 
 
 def test_a_script_under_the_launcher_has_the_names_of_its_model(tmp_path: Path) -> None:

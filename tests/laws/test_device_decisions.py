@@ -151,14 +151,18 @@ def refuse(*_: object) -> None:
     raise RuntimeError("the step of the script")
 
 
+@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_step_that_raises_leaves_the_attributes_as_they_were(*, scaled: bool) -> None:
-    model = net()
+def test_a_step_that_raises_leaves_the_attributes_as_they_were(
+    *, scaled: bool, several: bool
+) -> None:
+    model: Any = net()
     optimizer = fused(model)
     own: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: own.append(vars(optimizer).get("found_inf")))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
-    attach(model, SKIPS, optimizer=optimizer, scaler=scaler)
+    for modules in (model, model[0]) if several else (model,):
+        attach(modules, SKIPS, optimizer=optimizer, scaler=scaler)
     for step in range(2):
         optimizer.zero_grad()
         scaler.scale(model(batch(step)).square().mean()).backward()
@@ -178,17 +182,29 @@ def test_hooks_after_a_step_find_the_flag_of_the_scaler() -> None:
     model = net()
     optimizer = fused(model)
     found: list[Any] = []
-    optimizer.register_step_pre_hook(lambda *_: found.append(vars(optimizer)["found_inf"]))
+    scales: list[Any] = []
+
+    def find(*_: object) -> None:
+        found.append(vars(optimizer)["found_inf"])
+        scales.append(vars(optimizer)["grad_scale"])
+
+    optimizer.register_step_pre_hook(find)
+    # Torch calls hooks in the order of their registration.
+    optimizer.register_step_post_hook(find)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     attach(model, SKIPS, optimizer=optimizer, scaler=scaler)
-    optimizer.register_step_post_hook(lambda *_: found.append(vars(optimizer)["found_inf"]))
+    optimizer.register_step_pre_hook(find)
+    optimizer.register_step_post_hook(find)
     for step in range(3):
         optimizer.zero_grad()
         scaler.scale(model(batch(step)).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
-        before, after = found[-2:]
-        assert before is after
+        before, lent, *after = found[-4:]
+        # The first update makes the state of the optimizer, so the host waits.
+        assert (lent is before) is (step == 0)
+        assert all(flag is before for flag in after)
+        assert [scale.item() for scale in scales[-4:]] == [4.0] * 4
 
 
 def test_an_overflow_is_an_event_and_no_trap_and_the_scaler_finds_its_flag() -> None:
@@ -213,6 +229,31 @@ def test_an_overflow_is_an_event_and_no_trap_and_the_scaler_finds_its_flag() -> 
         ("trap", 3, 4),
         ("skipped-step", 3, 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(torch.float32, 3e38), (torch.bfloat16, 3e38), (torch.float64, 1e300)]
+)
+def test_finite_gradients_with_a_norm_that_overflows_are_no_trap(
+    dtype: torch.dtype, size: float
+) -> None:
+    model = nn.Linear(3, 4).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1 / size, fused=True)
+    session = attach(model, SKIPS, optimizer=optimizer)
+    for step in range(4):
+        optimizer.zero_grad()
+        ((model.weight.sum() + model.bias.sum()) * size).backward()
+        if step == 2:
+            assert model.bias.grad is not None
+            model.bias.grad[0] = math.inf
+        before = weights_of(model)
+        optimizer.step()
+        assert equal(before, weights_of(model)) is (step == 2)
+    session.status()
+    (trap, skipped) = session.events
+    assert (trap.kind, trap.step, trap.told_at) == ("trap", 2, 3)
+    assert "  > Inf     bias" in trap.message
+    assert skipped.kind == "skipped-step"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -653,16 +694,21 @@ def test_a_repaired_gradient_is_a_notice_and_no_trap() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_two_sessions_of_one_optimizer_each_tell_their_own_trips(*, scaled: bool) -> None:
+def test_sessions_of_one_optimizer_each_tell_their_own_trips(*, scaled: bool) -> None:
     model: Any = net()
     optimizer = fused(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
-    first = attach(model[0], {**SKIPS, "id": "first"}, optimizer=optimizer, scaler=scaler)
-    second = attach(model[2], {**SKIPS, "id": "second"}, optimizer=optimizer, scaler=scaler)
-    third = attach(model, {"id": "third", "action": "nan-trap", "params": "*", "then": "warn"})
-    for step in range(6):
+    parts = {"first": model[0], "second": model[2], "whole": model}
+    sessions = {}
+    for name, part in parts.items():
+        rule = {**SKIPS, "id": name}
+        sessions[name] = attach(part, rule, optimizer=optimizer, scaler=scaler)
+    warns = {"action": "nan-trap", "params": "*", "then": "warn"}
+    sessions["last"] = attach(nn.Sequential(model), warns, optimizer=optimizer)
+    for step in range(7):
         optimizer.zero_grad()
-        scaler.scale(model(batch(step)).square().mean()).backward()
+        factor = 1e39 if scaled and step == 5 else 1.0
+        scaler.scale(model(batch(step)).square().mean() * factor).backward()
         scaler.unscale_(optimizer)
         before = weights_of(model)
         if step == 2:
@@ -672,13 +718,15 @@ def test_two_sessions_of_one_optimizer_each_tell_their_own_trips(*, scaled: bool
         scaler.step(optimizer)
         if scaled:
             scaler.update()
-        assert all(map(torch.equal, before, weights_of(model))) is (step in (2, 4))
+        left_out = step in (2, 4) or factor > 1
+        assert all(map(torch.equal, before, weights_of(model))) is left_out
         assert not hasattr(optimizer, "found_inf")
-    assert told_at(first) == [(2, 3)]
-    assert told_at(second) == [(4, 5)]
-    assert told_at(third) == []
-    for session in (first, second, third):
-        assert events_of(session, "scaler-skip") == []
+    # The last one waits, and finds no gradients where another one leaves the update out.
+    told = {"first": [(2, 3)], "second": [(4, 5)], "whole": [(2, 3), (4, 5)], "last": []}
+    assert {name: told_at(session) for name, session in sessions.items()} == told
+    for session in sessions.values():
+        skipped = fields_of(session, "step", kind="scaler-skip")
+        assert skipped == ([5] if scaled else []), session
 
 
 # -------------------------------------------------------------------------------------------------

@@ -251,6 +251,24 @@ def test_a_step_whose_hook_raises_has_taken_place() -> None:
         assert session.latest("weight", rule="moved") > 0
 
 
+def test_what_a_hook_writes_after_a_skipped_step_stays() -> None:
+    model, optimizer = make()
+    (group,) = optimizer.param_groups
+    group["lr"] = 1.0
+
+    def anneal(*_: object) -> None:
+        group["lr"] *= 0.5
+
+    # This hook comes before the one that ends the step.
+    optimizer.register_step_post_hook(anneal)
+    with attach(model, SKIP, optimizer=optimizer):
+        for factor in (1.0, math.nan, 1.0):
+            optimizer.zero_grad()
+            backward(model, factor)
+            optimizer.step()
+    assert group["lr"] == 0.125
+
+
 def test_a_step_that_gives_a_parameter_another_dtype() -> None:
     model, optimizer = make()
     bias = model.bias

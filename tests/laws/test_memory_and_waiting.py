@@ -158,6 +158,13 @@ def test_a_bound_takes_the_masks_of_one_gradient_at_a_time() -> None:
     assert max(run.most[2:]) <= 8
 
 
+def test_the_norm_of_half_precision_copies_a_part_at_a_time() -> None:
+    grad = torch.ones(2**20, dtype=torch.bfloat16)
+    with Allocations() as allocations:
+        assert _numbers.norm(grad).item() == 2.0**10
+    assert max(allocations.sizes) <= grad.numel() // 4
+
+
 def test_losses_take_one_copy_of_the_matched_gradients_each() -> None:
     losses = 4
     depth = 4

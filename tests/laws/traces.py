@@ -5,7 +5,22 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.autograd.profiler import record_function
+from torch.nn.utils import clip_grad
+
+# What a session replaces while it is there.
+REPLACED = [
+    (record_function, "__exit__"),
+    (torch.utils, "swap_tensors"),
+    (Tensor, "retain_grad"),
+    (GradScaler, "scale"),
+    (GradScaler, "step"),
+    (sys.modules["torch.distributed"].Reducer, "prepare_for_backward"),
+    (clip_grad, "_clip_grads_with_norm_"),
+    (clip_grad, "clip_grad_value_"),
+]
 
 
 def global_hooks() -> list[object]:
@@ -19,6 +34,7 @@ def global_hooks() -> list[object]:
         *module._global_backward_hooks.values(),
         torch.autograd.graph.log,
         torch.autograd.graph._register_logging_hooks_on_whole_graph,
+        *[vars(owner).get(name) for owner, name in REPLACED],
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradsurgeon.tensors import measure
+from gradsurgeon.tensors import _numbers, measure
 
 NAN, INF = math.nan, math.inf
 SMALL, LARGE = 7, 5000  # on either side of the size up to which tensors are measured together
@@ -36,6 +36,7 @@ def lists(dtype: torch.dtype) -> dict[str, list[Tensor]]:
         "strange": [made(SMALL, dtype, NAN), made(SMALL + 1, dtype, INF, -INF if real else INF)],
         "strange and large": [made(LARGE, dtype, NAN), made(LARGE, dtype, INF), made(LARGE, dtype)],
         "transposed": [made(SMALL * 6, dtype).view(6, SMALL).t(), made(SMALL, dtype)],
+        "gaps": [made(2 * LARGE, dtype)[::2], made(4 * LARGE, dtype).view(-1, 1, 4)[:, :, 1:3]],
         "empty": [made(SMALL, dtype), torch.zeros(0, dtype=dtype), torch.zeros(3, dtype=dtype)],
     }
 
@@ -95,3 +96,32 @@ def test_what_a_sparse_gradient_leaves_out_is_zero(size: int) -> None:
     for stat in ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"):
         found = measure.statistics(stat, [sparse, dense]).tolist()
         assert found == pytest.approx([expected(stat, dense)] * 2, rel=1e-5), stat
+
+
+@pytest.mark.parametrize("gaps", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_elements_lose_no_digits(dtype: torch.dtype, gaps: int) -> None:
+    grad = torch.full((2**23,), 9.0, dtype=dtype)[::gaps].fill_(0.1)
+    wanted = float(grad[0]) * math.sqrt(len(grad))
+    assert float(_numbers.norm(grad)) == pytest.approx(wanted, rel=2e-6)
+    assert _numbers.norms([grad]).tolist() == pytest.approx([wanted], rel=2e-6)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, INF])
+@pytest.mark.parametrize("places", [[0, 0, 0], [0, 1, 0], [2, 0, 1]])
+def test_each_group_of_tensors_has_its_norm(places: list[int], order: float) -> None:
+    norms = torch.tensor([3.0, 4.0, 12.0])
+    wanted = []
+    for group in range(max(places) + 1):
+        members = [place == group for place in places]
+        wanted.append(torch.linalg.vector_norm(norms[members], order).item())
+    assert _numbers.over(norms, places, order).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("others", [torch.bfloat16, torch.float16, torch.float64])
+def test_norms_of_two_dtypes_are_as_exact_as_those_of_one(others: torch.dtype) -> None:
+    grads = [made(500, torch.float32), made(501, others)]
+    for order in (2.0, INF):
+        wanted = [torch.linalg.vector_norm(grad.double(), order).item() for grad in grads]
+        assert _numbers.norms(grads, order).tolist() == pytest.approx(wanted, rel=1e-6)
+        assert _numbers.norms(grads[::-1], order).tolist() == pytest.approx(wanted[::-1], rel=1e-6)

@@ -388,12 +388,12 @@ def _out_of_range(nodes: Sequence[_Operation]) -> str:
         result = node.saved.get("result")
         if layer.made_of[place] != NO_GRAPH or data is None or result is None:
             continue
-        size = float(data.detach().float().abs().mean())
         values = result.detach().float().abs()
         is_saturated = 1 - values < _NEAR_BOUND
         if node.name == "SigmoidBackward0":
             is_saturated |= values < _NEAR_BOUND
-        share = float(is_saturated.float().mean())
+        means = data.detach().float().abs().mean(), is_saturated.float().mean()
+        size, share = torch.stack(means).tolist()
         if size > _LARGE and share > _HALF_OF_ALL:
             return _OUT_OF_RANGE.format(activation=_BOUNDED[node.name], size=size, share=share)
     return ""
