@@ -106,9 +106,7 @@ _OUT_OF_RANGE = (
     "the data that goes into a layer with a {activation} has a mean magnitude of {size:.3g}, so {share:.0%} of the results are "
     "saturated: no gradient passes there. Normalise the input to a range of about -1 to 1"
 )
-_UNREAD = (
-    "the operations of losses were not checked: torch before 2.10 does not show what they have saved"
-)
+_UNREAD = "the operations of losses were not checked: torch before 2.10 does not show what they have saved"
 
 
 class _Operation:
