@@ -181,14 +181,21 @@ def loss_tables(losses: Sequence[LossSeries]) -> Iterator[tuple[Table, Sequence[
         yield _table(stat, series), series
 
 
+def _drawn(values: Floats, least: float, largest: float) -> Floats:
+    """Return values that a log scale draws as a linear scale draws the given ones, if not all are above 0."""
+    if least > 0:
+        return values
+    shares = (values - least) / (largest - least or 1.0)
+    return np.where(np.isfinite(values), 10**shares, np.nan)
+
+
 def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     head = _HEADS.get(stat, _HEAD)
     curves = []
     rows = []
     for loss in series[:_ROWS]:
         numbers = loss.numbers
-        # A log scale has no place for 0 and less.
-        curves.append(loss.values if numbers["least"] > 0 else loss.values[:0])
+        curves.append(_drawn(loss.values, numbers["least"], numbers["largest"]))
         nonfinite = len(loss.values) - len(loss.finite)
         cells = {"loss": printable(loss.name), "group": printable(loss.name), "history": ""}
         cells["< 0"] = f"{100 * numbers['negative']:.0f}%"
