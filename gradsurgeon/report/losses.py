@@ -199,14 +199,20 @@ def _cells(loss: LossSeries) -> dict[str, str]:
     return cells
 
 
+def _drawn(values: Floats, least: float, largest: float) -> Floats:
+    """Return values that a log scale draws as a linear scale draws the given ones, if not all are above 0."""
+    if least > 0:
+        return values
+    shares = (values - least) / (largest - least or 1.0)
+    return np.where(np.isfinite(values), 10**shares, np.nan)
+
+
 def _table(stat: str, series: Sequence[LossSeries]) -> Table:
     head = _HEADS.get(stat, _HEAD)
     curves = []
     rows = []
     for loss in series[:_ROWS]:
-        # A log scale has no place for 0 and less.
-        has_curve = loss.numbers["least"] > 0
-        curves.append(loss.values if has_curve else loss.values[:0])
+        curves.append(_drawn(loss.values, loss.numbers["least"], loss.numbers["largest"]))
         cells = _cells(loss)
         rows.append([cells[column] for column in head])
     notes = []

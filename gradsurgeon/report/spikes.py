@@ -56,20 +56,28 @@ def largest_spike(steps: Ints, norms: Floats) -> Spike | None:
 def raised_level(steps: Ints, norms: Floats, usual: float) -> tuple[int, int, float] | None:
     """Return the first and the last step of a level that did not stay, and its height as a multiple of the usual norm.
 
-    A level is the median of successive norms. That of the begin or of the end of a training is none.
+    A level is the median of successive norms. That of the begin or of the end of a training is none, and none is
+    nearly as high as the levels before it or after it.
     """
     # Nearly always too few norms are so high.
     if not usual or np.count_nonzero(norms > TIMES * usual) < LEAST_PAST:
         return None
     blocks = len(norms) // LEAST_PAST
+    # The newest norms decide whether a level has stayed.
     length = blocks * LEAST_PAST
-    levels = np.median(norms[:length].reshape(blocks, LEAST_PAST), axis=1)
+    levels = np.median(norms[-length:].reshape(blocks, LEAST_PAST), axis=1)
     raised = np.flatnonzero(levels > TIMES * usual)
-    if not len(raised) or raised[0] == 0 or raised[-1] == blocks - 1:
+    if not len(raised):
         return None
-    first = steps[raised[0] * LEAST_PAST]
-    last = steps[(raised[-1] + 1) * LEAST_PAST - 1]
-    return int(first), int(last), float(levels.max() / usual)
+    first = raised[0]
+    last = raised[-1]
+    for side in (levels[:first], levels[last + 1 :]):
+        if not len(side) or np.median(side) * _FALLS > TIMES * usual:
+            return None
+    newest = steps[-length:]
+    begin = newest[first * LEAST_PAST]
+    end = newest[(last + 1) * LEAST_PAST - 1]
+    return int(begin), int(end), float(levels.max() / usual)
 
 
 def of_windows(extreme: np.ufunc, values: Floats, width: int) -> Floats:

@@ -54,6 +54,11 @@ class SessionOptions(NamedTuple):
     build: str = BUILD
 
 
+def mention(title: str) -> str:
+    """Return how a line names a model of a script that has several; nothing without a title."""
+    return f", model {printable(title)}" if title else ""
+
+
 class Context:
     def __init__(
         self,
@@ -147,8 +152,7 @@ class Context:
             self.tag_watcher = None
 
     def place(self, step: int, rule: str) -> str:
-        model = f", model {printable(self.title)}" if self.title else ""
-        return f"step {step}, rule {rule}{model}"
+        return f"step {step}, rule {rule}{mention(self.title)}"
 
     def refuse_graph_capture(self) -> None:
         """Raise if a CUDA graph is being captured; a pack only reports that it waits."""

@@ -416,7 +416,7 @@ def test_passes_through_a_model_that_nothing_updates_are_told() -> None:
     other = nn.Linear(16, 4)
     event = only(_beside(other, clears=True))
     assert event.message.endswith(
-        "weight, bias, 2 of 2 parameters of a Linear, get gradients and never moved: no optimizer owns them. Give them to an "
+        "weight, bias, 2 of 2 parameters of a Linear, get gradients and did not move in 20 steps: no optimizer owns them. Give them to an "
         "optimizer, or set requires_grad to False"
     )
 

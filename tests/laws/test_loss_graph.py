@@ -82,7 +82,7 @@ FAULTY: dict[str, Case] = {
     "softmax into cross entropy": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)),
         lambda out: F.cross_entropy(out, LABELS),
-        "`cross_entropy or log_softmax` is given the result of a softmax, and takes another",
+        "`cross_entropy` or `log_softmax` is given the result of a softmax, and applies another",
     ),
     "softmax into nll": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -28,6 +29,24 @@ def net(width: int = 3) -> nn.Module:
 
 def frozen(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).requires_grad_(False)
+
+
+def test_tensors_that_no_module_can_hold_are_not_looked_for() -> None:
+    collections: list[str] = []
+
+    def count(phase: str, _: object) -> None:
+        collections.append(phase)
+
+    gc.callbacks.append(count)
+    try:
+        # Some scripts build an optimizer of an input in every step.
+        assert roots_of([torch.zeros(3, requires_grad=True)]) == []
+        assert not collections
+        model = net()
+        assert roots_of([torch.zeros(3, requires_grad=True), *model.parameters()]) == [model]
+        assert collections
+    finally:
+        gc.callbacks.remove(count)
 
 
 def test_what_keeps_a_model_beside_frozen_copies_is_passed_over() -> None:

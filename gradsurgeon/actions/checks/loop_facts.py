@@ -9,9 +9,8 @@ from gradsurgeon.actions.checks.same_data import numbers_of
 from gradsurgeon.common import _live
 from gradsurgeon.tensors import _dist
 
-# So many passes tell what every pass does. Later inputs are looked at rarely.
+# So many passes tell what every pass does. Of later inputs one in so many is looked at.
 _FEW = 20
-_LATER = 100
 # The updates of an optimizer between which the steps of its schedulers are counted.
 _FIRST = 4
 _SECOND = 19
@@ -21,7 +20,7 @@ _EVALUATED = (
     "{{names}}. Call `model.train()` before the training, unless this is meant"
 )
 _INPUT = (
-    "the model got the same input in each of {passes} passes. A full batch does so, and a test of overfitting; otherwise look "
+    "the model got the same input in each of {passes} passes looked at. A full batch does so, and a test of overfitting; otherwise look "
     "whether the loop takes the first batch of its loader again and again"
 )
 _AHEAD = (
@@ -44,6 +43,7 @@ class LoopFacts(Check):
         self._evaluated: tuple[str, ...] = ()
         # Norm and sum of the inputs, if all passes so far had the same ones.
         self._input: Tensor | None = None
+        self._looks = 0
 
     def after_pass(self, done: Pass) -> Findings:
         self._passes += 1
@@ -52,8 +52,9 @@ class LoopFacts(Check):
             self._evaluated = tuple(done.model.modal_names())
         if self._evaluated and not done.model.is_evaluated():
             self._evaluated = ()
-        is_looked_at = self._passes <= _FEW or self._passes % _LATER == 0
+        is_looked_at = self._passes <= _FEW or self._passes % _FEW == 0
         if is_first or (self._input is not None and is_looked_at):
+            self._looks += 1
             before = self._input
             self._input = numbers_of(done)
             if before is not None and self._input is not None:
@@ -72,12 +73,12 @@ class LoopFacts(Check):
     def at_end(self) -> Findings:
         if self._passes < _FEW or not self._updates:
             return
-        passes = f"{self._passes:,}"
         if self._evaluated:
-            text = _EVALUATED.format(passes=passes)
+            text = _EVALUATED.format(passes=f"{self._passes:,}")
             yield Finding("evaluated", text, names=self._evaluated, is_fact=True)
-        if self._input is not None:
-            yield Finding("input", _INPUT.format(passes=passes), is_fact=True)
+        # The closures of one update see one batch.
+        if self._input is not None and self._updates > 1:
+            yield Finding("input", _INPUT.format(passes=f"{self._looks:,}"), is_fact=True)
 
 
 class RateFacts(OptimizerCheck):

@@ -62,7 +62,7 @@ _TWICE = {
     "BinaryCrossEntropyWithLogitsBackward0": ("SigmoidBackward0", _TWO_SIGMOIDS),
     "LogSoftmaxBackward0": (
         _SOFTMAX[0],
-        f"`cross_entropy or log_softmax` is given the result of a softmax, and takes another: {_NOT_CONFIDENT}. Pass the logits",
+        f"`cross_entropy` or `log_softmax` is given the result of a softmax, and applies another: {_NOT_CONFIDENT}. Pass the logits",
     ),
     "NllLossBackward0": (_SOFTMAX[0], _OF_A_SOFTMAX),
     "NllLoss2DBackward0": (_SOFTMAX[0], _OF_A_SOFTMAX),

@@ -23,15 +23,15 @@ from gradsurgeon.tensors import _dist
 from gradsurgeon.tensors.readable import readable
 from gradsurgeon.tensors.sampling import sample
 
-# The passes, or updates, at which tensors are noted, and looked at again.
+# The passes, or updates, at which tensors are noted, and looked at again. The texts name the number between them.
 FIRST = 10
 SECOND = 30
 _OUTSIDE = (
-    "{names} gets gradients in each backward pass and never moved: it belongs to no module and no optimizer. "
+    "{names} gets gradients in each backward pass and did not move in 20 steps: it belongs to no module and no optimizer. "
     "Register it as an attribute of a module (`nn.ParameterList` in the place of a list)"
 )
 _UNOWNED = (
-    "{{names}}, {number} of {all} parameters of {module}, get gradients and never moved: no optimizer owns them. Give them "
+    "{{names}}, {number} of {all} parameters of {module}, get gradients and did not move in 20 steps: no optimizer owns them. Give them "
     "to an optimizer, or set requires_grad to False"
 )
 

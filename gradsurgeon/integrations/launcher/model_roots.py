@@ -33,6 +33,9 @@ def name_of(root: nn.Module) -> str:
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the models that have some parameters; a script may replace a wrapper around one of them."""
+    # Modules hold nothing else. A script may build an optimizer of other tensors, as of an input, in every step.
+    if not any(isinstance(param, nn.Parameter) for param in params):
+        return []
     trained = set(map(id, params))
     # An unreachable module that the collector has not yet freed must not pass for a model.
     gc.collect()

@@ -28,6 +28,7 @@ from gradsurgeon.language.planning.table import count
 from gradsurgeon.language.schema import RuleSet
 from gradsurgeon.records.store.layout import database_name, is_of_another_start
 from gradsurgeon.runtime import Attachment, Guard, SessionOptions, session_state
+from gradsurgeon.runtime.context import mention
 from gradsurgeon.runtime.first_update import mention_scales
 from gradsurgeon.runtime.running_steps import params_of
 from gradsurgeon.sinks.sink import Sink, at_place
@@ -44,6 +45,8 @@ class AttachedModel:
     start: int
     # The ids of its parameters when the rules were bound. Between passes a sharded model may show other parameters.
     owned: frozenset[int]
+    # The title of the first model of this name with the same parameters; nothing for that model.
+    like: str
     begun: bool = False
     replaced: bool = False
 
@@ -80,11 +83,14 @@ class Models:
         self.event_command = EventCommand(settings, say_from_rank)
         # Whether the script has ended. Then the summary reports the events.
         self.at_end = False
+        # What was said while the script runs, without the names of models.
+        self._said = set[str]()
         # The titles of the models in which a rule tripped, in the order of their first trips.
         self._tripped: list[str] = []
         # The run directory of the first model of this process.
         self._folder: Path | None = None
-        # The ids of the parameters that an optimizer updates and no module holds.
+        # The ids of the parameters that an optimizer holds and no module does, and of those that were updated.
+        self._outside = weakref.WeakKeyDictionary[Optimizer, set[int]]()
         self._outside_modules: set[int] = set()
 
     def have_bound(self, params: Iterable[Tensor]) -> bool:
@@ -105,10 +111,14 @@ class Models:
         outside = set(map(id, params))
         for root in roots:
             outside -= param_ids(root)
-        self._outside_modules |= outside
+        if outside:
+            self._outside[optimizer] = outside
         for root in roots:
             with self.guard:
                 self._attach_rules(self._with_rules(root), [optimizer])
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        self._outside_modules |= self._outside.pop(optimizer, set())
 
     def _with_rules(self, root: nn.Module) -> nn.Module:
         """Return the model that already has rules if a root only wraps it, without parameters of its own: names stay."""
@@ -148,6 +158,13 @@ class Models:
         if not self.at_end:
             say_from_rank(text)
 
+    def _report_once(self, like: str, title: str, text: str) -> None:
+        """Write a line unless it says of a further model, as of a client or a fold, what was said of one like it."""
+        said = text.replace(mention(title), "", 1)
+        if not like or said not in self._said:
+            self._said.add(said)
+            self._report(text)
+
     def without_module(self) -> Iterator[str]:
         """Yield a line about the parameters that optimizers update and no module holds, if there are any."""
         if not self._outside_modules:
@@ -175,7 +192,12 @@ class Models:
             # A model that is sharded later shows other parameters.
             if 0 < number < len(model.owned):
                 words = f"{count(number, 'parameter')} {words}"
-        yield from header(model.attachment.plan, words, model.start)
+        plan = model.attachment.plan
+        if model.like:
+            like = f"{plan.subject}, like {printable(model.like)}"
+            yield f"gradsurgeon: {', '.join(filter(None, (like, words)))}"
+        else:
+            yield from header(plan, words, model.start)
         if self.settings.observe:
             yield "  observing only: nothing is edited"
         if model.record is not None:
@@ -201,7 +223,8 @@ class Models:
         lenient = self.guard.lenient
         start = self._replace_parts(root)
         plan = planning.bind(self.rules, planning.from_model(root), alone=False, lenient=lenient)
-        plan = replace(plan, title=self._title(name_of(root) or plan.manifest.origin))
+        like, title = self._titles(name_of(root) or plan.manifest.origin, plan)
+        plan = replace(plan, title=title)
         options = SessionOptions(
             optimizers,
             mode="observe" if self.settings.observe else "act",
@@ -209,7 +232,7 @@ class Models:
             on_event=partial(self._note, plan.title),
             beside=True,
             lenient=lenient,
-            say=self._report,
+            say=partial(self._report_once, like, title),
             build=model_spec(root),
         )
         if self.settings.pdb:
@@ -217,7 +240,7 @@ class Models:
         attachment, record = self._attach(root, plan, options)
         self._resume(attachment, plan.title)
         owned = frozenset(param_ids(root))
-        model = AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned)
+        model = AttachedModel(weakref.ref(root), attachment, record, attachment.step, owned, like)
         self.attached.append(model)
         if len(self.attached) > 1:
             # Models of one script often have parameters of the same names.
@@ -289,13 +312,18 @@ class Models:
             self.attached, key=lambda model: [*self._tripped, model.title].index(model.title)
         )
 
-    def _title(self, origin: str) -> str:
+    def _titles(self, origin: str, plan: Plan) -> tuple[str, str]:
+        """Return the title of the first model with this origin and these parameters, if there is one, and a new title."""
+        titles = {model.title: model.attachment.plan.manifest.params for model in self.attached}
         title = origin
+        like = ""
         number = 1
-        while any(model.title == title for model in self.attached):
+        while title in titles:
+            if not like and titles[title] == plan.manifest.params:
+                like = title
             number += 1
             title = f"{origin}-{number}"
-        return title
+        return like, title
 
     def _run_directory(self, title: str) -> Path | None:
         """Return the run directory of a model; further models, sweeps and restarted ranks get folders inside it."""

@@ -18,7 +18,7 @@ from gradsurgeon.integrations.launcher.messages import say, write
 from gradsurgeon.integrations.launcher.models import Models
 from gradsurgeon.integrations.launcher.next_commands import with_records
 from gradsurgeon.integrations.launcher.probing import probe
-from gradsurgeon.integrations.launcher.summary import prepare, summary
+from gradsurgeon.integrations.launcher.summary import Told, prepare, summary
 from gradsurgeon.language.planning import manifest_file
 from gradsurgeon.runtime import Attachment
 
@@ -164,8 +164,9 @@ class ScriptEnd:
         if not models.checked:
             problems += models.shortfalls()
         if not settings.quiet and not settings.dry_run:
+            told: dict[Told, str] = {}
             for model in models.by_first_trip():
-                lines = summary(model.attachment, model.start, model.record)
+                lines = summary(model.attachment, model.start, model.record, model.like, told)
                 write(lines, models.rank)
             command = with_records(settings)
             if command:

@@ -23,8 +23,12 @@ from gradsurgeon.report.rules_and_events import EventGroup, group_lines
 from gradsurgeon.report.run import open_run
 from gradsurgeon.report.sources import unread
 from gradsurgeon.runtime import Attachment
+from gradsurgeon.runtime.context import mention
 from gradsurgeon.runtime.session import Session
 from gradsurgeon.tensors import _dist
+
+# The model that others are like, and what was found in it.
+Told = tuple[str, ...]
 
 
 def prepare() -> None:
@@ -74,8 +78,10 @@ def _moment(rule: Rule) -> str:
     return f"at {rule.point}"
 
 
-def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator[str]:
-    """Yield the lines on what rules did to a model."""
+def summary(
+    attachment: Attachment, start: int, record: Path | None, like: str, told: dict[Told, str]
+) -> Iterator[str]:
+    """Yield the lines on what rules did to a model; one line if all of it was told of one that is like it."""
     plan = attachment.plan
     statuses = attachment.status()
     fired = {rule_id for rule_id, status in statuses.items() if status.fired}
@@ -89,9 +95,15 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
     text = f"gradsurgeon: {plan.subject}, {count(updates, 'step')}"
     if start:
         text += f", from step {start}"
-    yield text
     report = _report(attachment, record)
     outcome = report.outcome
+    events = [event.message.replace(mention(plan.subject), "", 1) for event in report.events]
+    now = (like or plan.subject, outcome.found, *outcome.callout_lines, *events)
+    if now in told:
+        yield f"{text}: the same as {told[now]}"
+        return
+    told[now] = printable(plan.subject)
+    yield text
     for line in outcome.top:
         yield f"  {line}"
     yield from _work(attachment, report, fired)
@@ -101,7 +113,7 @@ def summary(attachment: Attachment, start: int, record: Path | None) -> Iterator
         yield f"  checked: {', '.join(checks)}; found: {outcome.found}"
     for line in outcome.callout_lines:
         yield f"  {line}"
-    yield from _event_lines(report.events, outcome.band.sentence)
+    yield from _event_lines(report.events, "\n".join(outcome.top))
     for command in after_records(record, report.events, attachment.context.build):
         yield f"  next: {printable(command)}"
 
@@ -141,11 +153,11 @@ def _work(attachment: Attachment, report: Report, fired: AbstractSet[str]) -> It
         yield from grid([table.head, *table.rows], right=table.right)
 
 
-def _event_lines(events: Sequence[Event], sentence: str) -> Iterator[str]:
-    """Yield a line for each group of events that the band does not tell."""
+def _event_lines(events: Sequence[Event], top: str) -> Iterator[str]:
+    """Yield a line for each group of events that the first lines do not tell."""
     shown = []
     for event in events:
-        is_told = event.message.partition("\n")[0] in sentence
+        is_told = event.message.partition("\n")[0] in top
         if event.kind not in ("fact", "notice") and not is_told:
             shown.append(event)
     yield from group_lines(shown, _line)

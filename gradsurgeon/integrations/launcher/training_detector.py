@@ -140,6 +140,7 @@ class TrainingDetector:
         with self._models.guard:
             # The constructor of a copied or loaded optimizer never ran.
             self._search(optimizer)
+            self._models.stepped(optimizer)
             if self._models.waiting():
                 self._begin()
             first = self._first_step
