@@ -60,7 +60,7 @@ _OUTSIDE = "the loss is computed outside of the model and cannot be run again: "
 LINE_HINT = (
     f"{_OUTSIDE}compute it in the forward of the model, or train with `then: warn`, to get its line"
 )
-LINE_FOLLOWS = f"{_OUTSIDE}the next backward pass shows its line"
+LINE_FOLLOWS = f"{_OUTSIDE}the next backward pass with the same operations shows its line"
 _UNREAD = (
     "what operations of the loss have saved was not read, because reading it may run code: a checkpoint or a hook of the "
     "script keeps it, or torch is older than 2.10"
@@ -68,6 +68,9 @@ _UNREAD = (
 _HAS_MODEL = "the model returned no tensor, so the operation may be one of its own"
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
+_REENTRANT = (
+    "the backward pass of a reentrant checkpoint cannot be run again: pass `use_reentrant=False`"
+)
 _NOT_RUN = "the step was not run again: with several ranks that is done only for a trap"
 _COMPILED = "the model was compiled, and the replay ran it without the compiler"
 
@@ -106,6 +109,9 @@ def diagnose(
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     diagnosis = _diagnosis_of(replayed.call, source, failed, reasons)
+    if replayed.error is not None:
+        # Each further replay would end in the same error.
+        return diagnosis
     for look_further in (_with_samples, _with_remedies):
         # Tensors of any kind may raise anything, and there may be no other row. The rest of the diagnosis stays.
         if _dist.world() == 1 or time.monotonic() - began <= _MOST_SECONDS:
@@ -126,6 +132,9 @@ def _search(
         if problem:
             reasons.append(problem)
             tried += _without_rules(replayed, failed)
+            if source is not None and replayed.error is not None:
+                # The forward pass ended before the error.
+                return replayed, source
         elif source is not None and not source.is_outside:
             return replayed, source
         elif source is not None and outside is None:
@@ -151,6 +160,8 @@ def _problem_of(replayed: Replayed, failed: FailedStep) -> str:
     if replayed.call.iterators:
         return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
+    if error is not None and "use_reentrant" in str(error):
+        return _REENTRANT
     if error is not None:
         return f"the replay raised {type(error).__name__}: {reason_of(error)[:_LONGEST]}"
     if "other" in replayed.compared and not failed.has_moved:
@@ -261,7 +272,11 @@ def _with_loss(diagnosis: Diagnosis, loss: KeptLoss) -> Diagnosis:
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
+    if replayed.error is not None and "other" in replayed.compared:
+        return None
     blamed = []
+    if replayed.error is not None:
+        blamed = [source for kind, source in replayed.outputs.values() if kind == "NaN"]
     for name, source in replayed.gradients.items():
         # The gradient of an input goes back to another call.
         if not failed.bad or name in failed.bad or name.startswith(INPUT):
@@ -318,6 +333,8 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
 def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether the replay changed a buffer as the call did."""
     call = replayed.call
+    if replayed.error is not None:
+        return False
     # The next call of the module kept its buffers; without a next call, the module or the bundle has them.
     last = {**dict(failed.called[call.name].named_buffers()), **call.weights}
     calls = [*failed.kept.calls, *failed.kept.later]

@@ -7,13 +7,15 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from gradsurgeon.common.diagnosis import Line
 from gradsurgeon.forensics.operations import lines_of_node
 from gradsurgeon.tensors import _torch
 from gradsurgeon.tensors.backward_graph import OLDER, BackwardGraph, LossNode, PassKey
 
-TellLines = Callable[[tuple[Line, ...]], None]
+# Gets the lines, and the name of the node whose derivative made the operation, empty if the script made it.
+TellLines = Callable[[tuple[Line, ...], str], None]
 # A pass of another model may come first.
 _MOST_PASSES = 32
 
@@ -62,19 +64,22 @@ class _Awaited:
     passes: int = 0
 
     def node_in(self, root: Any) -> Any:
-        """Return the node at the place in the graph of another pass, ``None`` if that has other operations after it."""
+        """Return the node at the place in the graph of another pass, ``None`` if that has other operations."""
         met = {len(self.nodes) - 1: root}
-        for place in range(len(self.nodes) - 1, self.place - 1, -1):
+        # Operations before it count, too: one more of its kind would take its place.
+        for place in range(len(self.nodes) - 1, -1, -1):
             name, sources = self.nodes[place]
             node: Any = met.get(place)
             if name == OLDER:
-                return self._older_node_in(root)
+                break
             if node is None or node.name() != name or len(node.next_functions) != len(sources):
                 return None
             for source, (following, _) in zip(sources, node.next_functions, strict=True):
                 if source >= 0:
                     met.setdefault(source, following)
-        return met[self.place]
+        if self.place in met:
+            return met[self.place]
+        return self._older_node_in(root)
 
     def _older_node_in(self, root: Any) -> Any:
         number = root._sequence_nr() - self.distance  # noqa: SLF001 # no public name
@@ -122,17 +127,23 @@ class LossLine:
         awaited.passes += 1
         node = None
         lines: tuple[Line, ...] = ()
+        differentiated = ""
         # Another loss may have the same operations at another line.
         if awaited.pass_key in ((), self.pass_key):
             node = awaited.node_in(root)
         if node is not None:
             awaited.pass_key = self.pass_key
             lines = lines_of_node(node)
+            parent = node.metadata.get("parent_")
+            # The script has no line for the derivative of an operation of PyTorch, as in a gradient penalty.
+            if parent is not None and not isinstance(parent, BackwardCFunction):
+                differentiated = parent.name()
+                lines = lines_of_node(parent)
         is_other = node is None and awaited.pass_key == self.pass_key
         if lines or is_other or awaited.passes == _MOST_PASSES:
             self._awaited.remove(awaited)
         if lines:
-            awaited.tell(lines)
+            awaited.tell(lines, differentiated)
 
     def updated(self) -> None:
         """Count passes anew. A script may have had its own mode on while a pass began."""

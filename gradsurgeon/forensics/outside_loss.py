@@ -19,6 +19,7 @@ from gradsurgeon.tensors.backward_graph import NO_GRAPH, OLDER, LossNode, label_
 _OVERLOADS = {
     "BmmBackward0": "default",
     "DivBackward0": "Tensor",
+    "LogsumexpBackward0": "default",
     "MmBackward0": "default",
     "MseLossBackward0": "default",
     "MulBackward0": "Tensor",
@@ -30,6 +31,7 @@ _OVERLOADS = {
 DERIVATIVE = "derivative"
 _DIVISIONS = ("Div", "Reciprocal", "Rsqrt")
 _INFINITE = "its derivative is not finite there"
+_NO_DIVISOR = "its divisor is 0"
 _EMPTY = "it is a mean over nothing: no {} counts"
 _TOO_LARGE = "the outputs of the model are finite, and their sum is too large for the format"
 _NOT_KEPT = "the inputs of the operation were not kept, so it cannot be repeated"
@@ -76,6 +78,7 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
     # The script may mean an infinity, but never NaN.
     is_nan = kinds.get(len(nodes) - 1) == "NaN"
     infinite = None
+    masks = None
     infinite_input = None
     for place in _reaching(nodes, kinds):
         node = nodes[place]
@@ -95,13 +98,34 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
         if kind == "NaN" and _is_harmless(node) and _OUTPUT in node.made_of:
             # Outputs of the model are finite here, so this is a leaf.
             return _given(loss, place, "self", results[place])
-        if kind == "NaN" or not is_nan:
+        is_mask = _is_mask(node, kind)
+        if kind == "NaN" or not (is_nan or is_mask):
             return _maker(loss, place, results[place])
-        if infinite is None and not _is_mask(node, kind):
+        if is_mask and masks is None and not is_nan:
+            masks = place
+        elif infinite is None and not is_mask:
             infinite = place
     if infinite is None:
-        return infinite_input
+        infinite = masks
+    if infinite is None:
+        return infinite_input or _division_by_zero(loss)
     return _maker(loss, infinite, results[infinite])
+
+
+def _division_by_zero(loss: KeptLoss) -> NonfiniteSource | None:
+    """Return the oldest division of unknown numbers by 0 that no choice follows."""
+    for place, node in enumerate(loss.nodes):
+        divisor = _tensors_in(node).get("other")
+        later = [after.name for after in loss.nodes[place:]]
+        if node.name != "DivBackward0" or divisor is None or not set(later).isdisjoint(_MASKS):
+            continue
+        if loss.value is not None and bool((divisor == 0).any()):
+            advice = remedy_for("mathematics", node.name)
+            why = cause("mathematics", _NO_DIVISOR, advice=advice)
+            source = _blamed(loss, place, facts(loss.value), why)
+            # The dividend was not kept.
+            return replace(source, diagnosis=replace(source.diagnosis, output=None))
+    return None
 
 
 def _known_results(loss: KeptLoss) -> dict[int, Tensor]:
@@ -136,7 +160,9 @@ def _makers(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> set[int]:
         if bad_source == _OUTPUT:
             inherited = {"NaN", "Inf"}
         kind = kinds.get(place)
-        if kind and kind not in inherited:
+        # Minus infinity comes out of it only if all that goes in is masked.
+        is_all_masked = bool(kind) and node.name == "LogsumexpBackward0"
+        if kind and (is_all_masked or kind not in inherited):
             makers.add(place)
         if kind == "":
             inherited = set()
@@ -265,8 +291,11 @@ def _call_of(node: LossNode, like: Tensor | None = None) -> Call | None:
     func = getattr(packet, _OVERLOADS.get(node.name, "default"), None)
     if func is None or not (node.name in _OVERLOADS or torch.Tag.pointwise in func.tags):
         return None
-    kept = node.readable_values()
-    kept.pop("result", None)
+    kept = {}
+    for name, value in node.readable_values().items():
+        # The layouts of matrices are kept beside them.
+        if name != "result" and "_sym_" not in name:
+            kept[name] = value
     names = {argument.name for argument in func._schema.arguments}  # noqa: SLF001 # no public name
     for argument in func._schema.arguments:  # noqa: SLF001 # as above
         if kept.get(argument.name) is None and not argument.has_default_value():

@@ -72,7 +72,12 @@ def _diagnosis(event: Event) -> str:
         return ""
     text = f"step {event.step}: {diagnosis.get('headline', '')}"
     if diagnosis.get("file"):
-        text += f", {diagnosis['file']}:{diagnosis.get('line')}"
+        if diagnosis["where"] == "output gradient":
+            # No operation is blamed, and the line is that of the loss.
+            text += ", which ends at"
+        else:
+            text += ","
+        text += f" {diagnosis['file']}:{diagnosis.get('line')}"
     return text
 
 

@@ -241,7 +241,7 @@ class CheckEffect(Effect):
         self._waiting_facts[text] = tell
         name = source.nodes[source.place].name
 
-        def tell_with_line(lines: tuple[Line, ...]) -> None:
+        def tell_with_line(lines: tuple[Line, ...], _differentiated: str) -> None:
             if self._waiting_facts.pop(text, None) is not None:
                 place = f"{name} at {lines[0].file}:{lines[0].line}"
                 tell(text.replace(name, place, 1))

@@ -26,11 +26,17 @@ def await_line(
     # The nodes hold tensors, which need not stay until the next pass.
     diagnosis = source.diagnosis
 
-    def tell(lines: tuple[Line, ...]) -> None:
-        text = f"{context.place(step, rule)}: the line of {label}: {lines[0]}"
+    def tell(lines: tuple[Line, ...], differentiated: str) -> None:
+        note = ""
+        if diagnosis is not None and not diagnosis.node:
+            note = ", with which the loss ends (it is not blamed)"
+        elif differentiated:
+            note = f", in the derivative of {differentiated}"
+        text = f"{context.place(step, rule)}: the line of {label}{note}: {lines[0]}"
         keys: Mapping[str, Any] = {}
         if diagnosis is not None:
-            keys = {"diagnosis": replace(diagnosis, lines=lines).to_json()}
+            node = diagnosis.node and f"{diagnosis.node}{note}"
+            keys = {"diagnosis": replace(diagnosis, lines=lines, node=node).to_json()}
         context.event_log.emit(
             "notice", text, rule=rule, step=step, warn=warns, loud=True, facts=keys
         )

@@ -109,10 +109,9 @@ class StepDiagnosis:
                 return None
             # The loss scale has no effect on inputs and on the forward pass. An infinity may be meant.
             is_scaled = diagnosis.what != "NaN" or diagnosis.where == "backward"
-            if diagnosis.certainty == "reproduced" or not is_scaled:
-                return diagnosis
-            if diagnosis.output is not None and diagnosis.output.name == DERIVATIVE:
-                # A derivative in the graph of the loss has no scale.
+            # A derivative in the graph of the loss has no scale.
+            is_graph = diagnosis.output is not None and diagnosis.output.name == DERIVATIVE
+            if diagnosis.certainty == "reproduced" or is_graph or not is_scaled:
                 return self._awaiting_line(diagnosis, failed, [trap])
         return None
 

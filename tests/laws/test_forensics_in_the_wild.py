@@ -234,21 +234,32 @@ def test_a_tied_weight_has_one_name_and_is_tied_again() -> None:
 # The run is undisturbed.
 
 
-def test_a_reentrant_checkpoint_is_refused_with_a_remedy() -> None:
+def reentrant(act: Callable[[Tensor], Tensor]) -> nn.Module:
+    return Net(lambda x: checkpoint(act, x, use_reentrant=True))
+
+
+def test_the_backward_pass_of_a_reentrant_checkpoint_is_refused_with_a_remedy() -> None:
     beside = nn.Parameter(torch.ones(4))
     beside.grad = torch.full((4,), 5.0)
-    model = Net(lambda x: checkpoint(lambda y: (y * beside).log(), x, use_reentrant=True))
     wanted: list[Tensor] = []
 
     def note() -> None:
         assert beside.grad is not None
         wanted.append(beside.grad.clone())
 
+    model = reentrant(lambda x: (x * beside * 0).square().sqrt())
     diagnosis = diagnosed(model, batch(), before_step=note)
     assert diagnosis.certainty == "not reproduced"
     assert "use_reentrant=False" in diagnosis.reasons[0]
     assert beside.grad is not None
     assert torch.equal(beside.grad.isnan(), wanted[0].isnan())
+
+
+def test_the_forward_pass_of_a_reentrant_checkpoint_is_judged() -> None:
+    diagnosis = diagnosed(reentrant(torch.log), batch())
+    assert brief(diagnosis) == ("partial", "NaN", "forward", "body", "aten.log", "mathematics")
+    assert diagnosis.tried == ()
+    assert diagnosis.reasons[0].endswith("pass `use_reentrant=False`")
 
 
 def test_a_model_that_trains_another_one_inside_does_not_hang() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -171,20 +172,26 @@ def test_an_infinity_in_every_output_may_be_meant() -> None:
         assert kinds_of(session) == ["scaler-skip"]
 
 
-def test_an_infinite_derivative_outside_of_the_model_is_told_at_the_first_skip_with_its_line() -> (
-    None
-):
+@pytest.mark.parametrize(
+    ("loss", "node", "born"),
+    [
+        (lambda x: (x * 0).square().sum(1).sqrt(), "SqrtBackward0", "Inf born in the backward"),
+        (lambda x: x * 0 / (x * 0), "DivBackward0", "NaN born in the forward"),
+    ],
+)
+def test_a_fault_outside_of_the_model_is_told_at_the_first_skip_with_its_line(
+    loss: Callable[[Tensor], Tensor], node: str, born: str
+) -> None:
     model, optimizer = make()
     scaler = cpu_scaler(2.0**8)
     with attach(model, {**TRAP, "then": "warn"}) as session:
         with pytest.warns(GradSurgeonWarning):
             for step in range(3):
-                norm = (model(data(step, 5, 4)) * 0).square().sum(1).sqrt()
-                scaled_step(scaler, optimizer, norm.sum())
+                scaled_step(scaler, optimizer, loss(model(data(step, 5, 4))).sum())
         assert kinds_of(session) == ["scaler-skip", "notice", "notice", *["scaler-skip"] * 2]
         told, line = (event.message for event in session.events if event.kind == "notice")
-    assert "Inf born in the backward pass outside of the model: aten.sqrt (SqrtBackward0)" in told
-    assert f"the line of SqrtBackward0: {__file__}:" in line
+    assert f"{born} pass outside of the model: aten." in told
+    assert f"the line of {node}: {__file__}:" in line
 
 
 @pytest.mark.filterwarnings("ignore:step 2, rule r0. the GradScaler skips")

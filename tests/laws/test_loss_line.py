@@ -62,12 +62,16 @@ class Positive(nn.Module):
 
 
 def steps(
-    loss: Loss, *rules: Json, after: Loss | None = None, number: int = 3
+    loss: Loss,
+    *rules: Json,
+    after: Loss | None = None,
+    number: int = 3,
+    record: Path | None = None,
 ) -> list[gradsurgeon.Event]:
     """Train a few steps, the first with a zero in the output, and return all events."""
     model = Positive()
     optimizer = sgd(model, 0.0)
-    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer) as session:
+    with gradsurgeon.apply(model, rule_file(*rules), optimizer=optimizer, record=record) as session:
         for step in range(number):
             model.has_zero = step == 0
             chosen = loss if after is None or step == 0 else after
@@ -251,6 +255,13 @@ def test_other_operations_in_the_next_pass_have_no_line() -> None:
     assert modes == [True, False]
 
 
+def test_an_operation_of_its_kind_that_the_next_pass_lacks_gives_it_no_other_line() -> None:
+    events = steps(lambda x: x.sqrt().sqrt().mean(), SKIPS, after=lambda x: x.sqrt().mean())
+    assert events[0].diagnosis is not None
+    assert events[0].diagnosis["headline"].endswith("(SqrtBackward0, number 2 of 2)")
+    assert line_events(events) == []
+
+
 def test_passes_from_another_root_come_between() -> None:
     model = Positive()
     other = nn.Linear(4, 1)
@@ -313,6 +324,31 @@ def test_what_cannot_be_known_is_blamed_on_no_operation(loss: Loss, headline: st
     trap, *_ = steps(loss, SKIPS, number=1)
     assert trap.diagnosis is not None
     assert headline in trap.diagnosis["headline"]
+
+
+def test_the_line_at_which_a_loss_ends_is_told_as_that(tmp_path: Path) -> None:
+    def loss(x: Tensor) -> Tensor:
+        root = Own.apply(x - 1)
+        return torch.as_tensor(root.exp().mean())
+
+    events = steps(loss, SKIPS, record=tmp_path / "run")
+    (line,) = line_events(events)
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        report: Any = gradsurgeon.report.summary(run)
+    place = f"{__file__}:{line_of(loss) + 2}"
+    assert f"MeanBackward0, with which the loss ends (it is not blamed): {place}" in line.message
+    assert f"in the loss, which ends at {place}" in str(report)
+
+
+def test_a_divisor_of_0_is_named_although_the_dividend_is_not_kept() -> None:
+    trap, *others = steps(lambda x: (x / torch.zeros(3)).mean(), SKIPS)
+    (line,) = line_events(others)
+    assert trap.diagnosis is not None
+    assert (trap.diagnosis["op"], trap.diagnosis["cause"]) == ("aten.div", "mathematics")
+    assert line.message.startswith(f"step 0, rule trap: the line of DivBackward0: {__file__}:")
+    trap, *_ = steps(lambda x: torch.where(x > 2, x / (x * 0).detach(), x + BAD).sum(), SKIPS)
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["op"] != "aten.div"
 
 
 def offloaded(x: Tensor) -> Tensor:
@@ -427,6 +463,29 @@ def test_a_gradient_penalty_is_named() -> None:
     assert line.diagnosis["line"] == line_of(penalty) + 2
 
 
+def test_a_derivative_in_a_penalty_has_the_line_of_its_operation() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = sgd(model, 0.0)
+
+    def loss(factor: float) -> Tensor:
+        x = BATCH.clone().requires_grad_()
+        root = (model(x) * factor).square().sqrt().sum()
+        (grad,) = torch.autograd.grad(root, x, create_graph=True)
+        return root + grad.square().sum()
+
+    with gradsurgeon.apply(model, rule_file(SKIPS), optimizer=optimizer) as session:
+        for factor in (0.0, 1.0):
+            take_step(optimizer, loss(factor))
+        trap, *others = session.events
+    (line,) = line_events(others)
+    assert trap.diagnosis is not None
+    assert trap.diagnosis["headline"].endswith("aten.div (DivBackward0)")
+    assert "the line of DivBackward0, in the derivative of SqrtBackward0: " in line.message
+    assert line.diagnosis is not None
+    assert line.diagnosis["line"] == line_of(loss) + 2
+    assert line.diagnosis["headline"].endswith("(DivBackward0, in the derivative of SqrtBackward0)")
+
+
 def test_a_penalty_before_another_call_is_named() -> None:
     torch.manual_seed(0)
     critic = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -461,6 +520,7 @@ def test_an_infinite_factor_that_makes_nan_is_named() -> None:
     assert trap.diagnosis["headline"].startswith("the loss was given Inf: the second input of Mul")
 
 
+ROW = "leave one element of each row unmasked, or leave such rows out before it, not after it"
 NOT_FINITE: dict[str, tuple[Loss, str]] = {
     "no target counts": (
         lambda x: F.cross_entropy(x, torch.full((6,), -100)),
@@ -482,6 +542,14 @@ NOT_FINITE: dict[str, tuple[Loss, str]] = {
         lambda x: (x - 100).log().mean(),
         "aten.log (LogBackward0): 0 or less has no logarithm: use `log_softmax`, `xlogy` or `clamp(min=eps)`",
     ),
+    "-Inf of a row that is masked completely": (
+        lambda x: x.masked_fill(x < 2, -math.inf).logsumexp(1).sum(),
+        f"aten.logsumexp (LogsumexpBackward0): every summand is minus infinity: {ROW}",
+    ),
+    "Inf of a product": (
+        lambda x: ((x + 1e25) @ (x + 1e25).T).mean(),
+        "aten.mm (MmBackward0): look at the weights and the input (learning rate, initialization), or run it in float64",
+    ),
 }
 
 
@@ -490,7 +558,8 @@ def test_a_loss_with_finite_gradients_is_named_with_its_line(case: str) -> None:
     loss, text = NOT_FINITE[case]
     check, line = steps(loss, WARNS, LOOP)
     assert (check.kind, check.rule, check.step) == ("check", "loop", 0)
-    assert check.message.endswith(f"NaN born in the forward pass outside of the model: {text}")
+    what = case.partition("Inf")[1] or "NaN"
+    assert check.message.endswith(f"{what} born in the forward pass outside of the model: {text}")
     assert line.diagnosis is not None
     assert line.diagnosis["line"] == line_of(loss)
     assert inspect.getsourcefile(loss) == line.diagnosis["file"]
