@@ -77,8 +77,8 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
     makers = _makers(nodes, kinds)
     # The script may mean an infinity, but never NaN.
     is_nan = kinds.get(len(nodes) - 1) == "NaN"
-    infinite = None
-    masks = None
+    # The first infinity, by whether the script may mean it.
+    infinite: dict[bool, int] = {}
     infinite_input = None
     for place in _reaching(nodes, kinds):
         node = nodes[place]
@@ -101,15 +101,11 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
         is_mask = _is_mask(node, kind)
         if kind == "NaN" or not (is_nan or is_mask):
             return _maker(loss, place, results[place])
-        if is_mask and masks is None and not is_nan:
-            masks = place
-        elif infinite is None and not is_mask:
-            infinite = place
-    if infinite is None:
-        infinite = masks
-    if infinite is None:
-        return infinite_input or _division_by_zero(loss)
-    return _maker(loss, infinite, results[infinite])
+        infinite.setdefault(is_mask, place)
+    for is_mask, place in sorted(infinite.items()):
+        if not (is_nan and is_mask):
+            return _maker(loss, place, results[place])
+    return infinite_input or _division_by_zero(loss)
 
 
 def _division_by_zero(loss: KeptLoss) -> NonfiniteSource | None:
@@ -291,11 +287,11 @@ def _call_of(node: LossNode, like: Tensor | None = None) -> Call | None:
     func = getattr(packet, _OVERLOADS.get(node.name, "default"), None)
     if func is None or not (node.name in _OVERLOADS or torch.Tag.pointwise in func.tags):
         return None
-    kept = {}
-    for name, value in node.readable_values().items():
+    kept = node.readable_values()
+    for name in node.saved:
         # The layouts of matrices are kept beside them.
-        if name != "result" and "_sym_" not in name:
-            kept[name] = value
+        if name == "result" or "_sym_" in name:
+            kept.pop(name, None)
     names = {argument.name for argument in func._schema.arguments}  # noqa: SLF001 # no public name
     for argument in func._schema.arguments:  # noqa: SLF001 # as above
         if kept.get(argument.name) is None and not argument.has_default_value():

@@ -471,7 +471,7 @@ def test_a_derivative_in_a_penalty_has_the_line_of_its_operation() -> None:
         x = BATCH.clone().requires_grad_()
         root = (model(x) * factor).square().sqrt().sum()
         (grad,) = torch.autograd.grad(root, x, create_graph=True)
-        return root + grad.square().sum()
+        return torch.as_tensor(root + grad.square().sum())
 
     with gradsurgeon.apply(model, rule_file(SKIPS), optimizer=optimizer) as session:
         for factor in (0.0, 1.0):
