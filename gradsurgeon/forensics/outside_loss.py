@@ -49,6 +49,8 @@ _HARMLESS = (
     "Slice SmoothL1Loss Softmax Softplus Split Squeeze Stack Sub Sum T Tanh Transpose Tril Triu "
     "Unbind UnsafeView Unsqueeze View"
 )
+# The beginnings of nodes of operations that make NaN only of NaN.
+_PASS_NAN = ("Exp", "Relu", "Sigmoid", "Tanh")
 # The beginnings of nodes with several results.
 _SEVERAL = (OLDER, "Split", "Unbind", "UnsafeSplit", "Linalg", "Compiled", "VarMean", "StdMean")
 # The edge of a node for a kept argument: edges have the order of the arguments, and a bias comes before its matrices.
@@ -158,6 +160,10 @@ def _makers(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> set[int]:
         kind = kinds.get(place)
         # Minus infinity comes out of it only if all that goes in is masked.
         is_all_masked = bool(kind) and node.name == "LogsumexpBackward0"
+        # A constant that was not kept, or infinities that met, made its NaN.
+        is_passed_on = kind == "NaN" and node.name.startswith(_PASS_NAN)
+        if is_passed_on and _OUTPUT not in node.made_of:
+            inherited = {"NaN", "Inf"}
         if kind and (is_all_masked or kind not in inherited):
             makers.add(place)
         if kind == "":
