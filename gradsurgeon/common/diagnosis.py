@@ -147,7 +147,7 @@ class Diagnosis:
         what: ``NaN``, ``Inf``, ``-Inf``, or nothing if no operation is blamed.
         where: ``forward``, ``backward``, or the kind of tensor that was non-finite before: ``weight``, ``buffer``,
             ``input``, ``loss input``, ``output gradient``, ``literal``, ``unknown``.
-        micro_batch: the backward pass of the step, from 1.
+        micro_batch: the backward pass of the step, from 1; 0 if it may be any of several.
         micro_batches: number of backward passes of the step.
         module: canonical name of the module that ran or built the operation, or got the input; ``"."`` is the root.
         module_type: its class.
@@ -331,6 +331,7 @@ class Diagnosis:
             if bare not in ("", self.where):
                 name = f" {bare}"
             text = _HEADLINES[self.where].format(what=self.what, name=name, of=place)
-        if self.micro_batches > 1:
+        # Several passes may have sent one gradient.
+        if self.micro_batches > 1 and self.micro_batch:
             text += f", micro-batch {self.micro_batch} of {self.micro_batches}"
         return text

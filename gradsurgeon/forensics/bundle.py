@@ -22,7 +22,7 @@ from gradsurgeon.tensors import _bounded_load, _torch
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Copied
 
-FORMAT = 5
+FORMAT = 6
 STEP = "step.pt"
 _FACE = "step.json"
 # Larger weights are left out; a replay then uses the weights of the model that it is given.
@@ -34,7 +34,7 @@ _OTHER_MODEL = "this may not be the model of the bundle: its modules differ"
 # The parts of a step and of a call that are in a bundle as they are.
 _NAMES = ("modules", "bad", "rested", "written")
 _COUNTS = ("dropped", "passes", "updated")
-_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "number", "compiled", "sample_ids")
+_CALL_PARTS = ("args", "kwargs", "buffers", "outputs", "grads", "numbers", "compiled", "sample_ids")
 
 
 def with_bundle(diagnosis: Diagnosis, failed: FailedStep, folder: Path | None) -> Diagnosis:

@@ -65,6 +65,7 @@ _UNREAD = (
     "what operations of the loss have saved was not read, because reading it may run code: a checkpoint or a hook of the "
     "script keeps it, or torch is older than 2.10"
 )
+_SEVERAL = "several backward passes went through this output, and the loss of each may be to blame"
 _HAS_MODEL = "the model returned no tensor, so the operation may be one of its own"
 _UNSEEN = "no operation that PyTorch shows has made it"
 _INFINITE = "the output of the model is infinite there, not NaN, and the loss outside may mean that"
@@ -109,10 +110,9 @@ def diagnose(
         replay(replayed.call, watch_tags, stop_at=source.when)
     reasons += _doubts(replayed, source, failed)
     diagnosis = _diagnosis_of(replayed.call, source, failed, reasons)
-    if replayed.error is not None:
-        # Each further replay would end in the same error.
-        return diagnosis
     for look_further in (_with_samples, _with_remedies):
+        if replayed.error is not None:
+            break  # each further replay would end in the same error
         # Tensors of any kind may raise anything, and there may be no other row. The rest of the diagnosis stays.
         if _dist.world() == 1 or time.monotonic() - began <= _MOST_SECONDS:
             with suppress(Exception):
@@ -132,9 +132,8 @@ def _search(
         if problem:
             reasons.append(problem)
             tried += _without_rules(replayed, failed)
-            if source is not None and replayed.error is not None:
-                # The forward pass ended before the error.
-                return replayed, source
+            if source is not None and "other" not in replayed.compared and replayed.error:
+                return replayed, source  # the forward pass ended before the error
         elif source is not None and not source.is_outside:
             return replayed, source
         elif source is not None and outside is None:
@@ -160,9 +159,9 @@ def _problem_of(replayed: Replayed, failed: FailedStep) -> str:
     if replayed.call.iterators:
         return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
-    if error is not None and "use_reentrant" in str(error):
-        return _REENTRANT
     if error is not None:
+        if "use_reentrant" in str(error):
+            return _REENTRANT
         return f"the replay raised {type(error).__name__}: {reason_of(error)[:_LONGEST]}"
     if "other" in replayed.compared and not failed.has_moved:
         return _DIFFERENT
@@ -272,8 +271,6 @@ def _with_loss(diagnosis: Diagnosis, loss: KeptLoss) -> Diagnosis:
 
 
 def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
-    if replayed.error is not None and "other" in replayed.compared:
-        return None
     blamed = []
     if replayed.error is not None:
         blamed = [source for kind, source in replayed.outputs.values() if kind == "NaN"]
@@ -283,8 +280,7 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> NonfiniteSource | None:
             blamed.append(source)
     if any(source.is_outside for source in blamed):
         # A non-finite output may have made the loss non-finite, and so the gradient that came back.
-        loss = failed.kept.losses.get(replayed.call.number)
-        is_by_loss = loss is not None and source_in(loss) is not None
+        is_by_loss = _loss_of(replayed.call, failed)[2] is not None
         for path, (kind, source) in replayed.outputs.items():
             # The script may have meant an infinity of which the loss made NaN.
             if path in replayed.returned and (kind == "NaN" or not is_by_loss):
@@ -310,8 +306,8 @@ def _doubts(replayed: Replayed, source: NonfiniteSource, failed: FailedStep) -> 
     why = source.diagnosis.cause
     yield from _doubts_of_outputs(replayed, failed)
     if source.is_outside:
-        yield LINE_HINT
-        loss = failed.kept.losses.get(replayed.call.number)
+        number, loss, _ = _loss_of(replayed.call, failed, source.diagnosis.rows)
+        yield LINE_HINT if number else _SEVERAL
         if loss is not None and any(node.is_unread for node in loss.nodes):
             yield _UNREAD
     if source.diagnosis.where == "unknown":
@@ -351,16 +347,31 @@ def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
     return False
 
 
+def _loss_of(
+    call: KeptCall, failed: FailedStep, rows: Rows | None = None
+) -> tuple[int, KeptLoss | None, NonfiniteSource | None]:
+    """Return the pass whose loss shows a source, with both; of several passes without one nothing, as each may be to blame."""
+    for number in call.numbers:
+        loss = failed.kept.losses.get(number)
+        source = None
+        if loss is not None:
+            source = source_in(loss, rows)
+        if source is not None or len(call.numbers) == 1:
+            return number, loss, source
+    return 0, None, None
+
+
 def _diagnosis_of(
     call: KeptCall, source: NonfiniteSource, failed: FailedStep, reasons: Sequence[str]
 ) -> Diagnosis:
     diagnosis = source.diagnosis
-    loss = failed.kept.losses.get(call.number)
-    if source.is_outside and loss is not None:
-        of_loss = source_in(loss, diagnosis.rows)
+    number = call.number
+    if source.is_outside:
+        number, loss, of_loss = _loss_of(call, failed, diagnosis.rows)
         if of_loss is not None:
             diagnosis = of_loss.diagnosis
-        diagnosis = _with_loss(diagnosis, loss)
+        if loss is not None:
+            diagnosis = _with_loss(diagnosis, loss)
     if diagnosis.where == "input":
         diagnosis = replace(diagnosis, module=ROOT, module_type=type(call.module()).__name__)
         rows = diagnosis.rows
@@ -380,7 +391,7 @@ def _diagnosis_of(
         reasons=tuple(reasons),
         step=failed.step,
         rank=failed.rank,
-        micro_batch=call.number,
+        micro_batch=number,
         micro_batches=failed.kept.passes,
         module=module,
         name=name,

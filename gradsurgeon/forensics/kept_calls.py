@@ -293,8 +293,8 @@ class KeptCalls:
             # Several passes through one output add up, as they do in the parameters.
             grad = kept.grads[path] + grad
         kept.grads[path] = grad
-        if not kept.number:
-            kept.number = self.step.passes
+        if self.step.passes not in kept.numbers:
+            kept.numbers.append(self.step.passes)
         self.step.shorten()
 
 

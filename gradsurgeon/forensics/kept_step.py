@@ -54,7 +54,7 @@ class KeptCall:
         grads: the gradients of the outputs, by path; under a `GradScaler` they are scaled.
         first_node: the number of the first node of the graph that the call could make.
         last_node: the number of the last node that led to an output.
-        number: the first backward pass of the step that reached the call, from 1; 0 before one has.
+        numbers: the backward passes of the step that reached the call, from 1.
         weights: weights and buffers at that time, by name in ``module``, if the module may have others now.
         iterators: the types of iterators among the arguments, which a replay would take from the script.
         sample_ids: the numbers of its samples, integers of shape [n], if the script tagged some.
@@ -72,13 +72,18 @@ class KeptCall:
     grads: dict[Path, Tensor] = field(default_factory=dict)
     first_node: int = 0
     last_node: int = 0
-    number: int = 0
+    numbers: list[int] = field(default_factory=list)
     bytes: int = 0
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
     iterators: tuple[str, ...] = ()
     sample_ids: Tensor | None = None
+
+    @property
+    def number(self) -> int:
+        """The first pass that reached the call; 0 before one has."""
+        return next(iter(self.numbers), 0)
 
     @property
     def prefix(self) -> str:

@@ -49,6 +49,8 @@ _HARMLESS = (
     "Slice SmoothL1Loss Softmax Softplus Split Squeeze Stack Sub Sum T Tanh Transpose Tril Triu "
     "Unbind UnsafeView Unsqueeze View"
 )
+# The beginnings of nodes of operations that make NaN only of NaN.
+_PASS_NAN = ("Exp", "Relu", "Sigmoid", "Tanh")
 # The beginnings of nodes with several results.
 _SEVERAL = (OLDER, "Split", "Unbind", "UnsafeSplit", "Linalg", "Compiled", "VarMean", "StdMean")
 # The edge of a node for a kept argument: edges have the order of the arguments, and a bias comes before its matrices.
@@ -77,8 +79,8 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
     makers = _makers(nodes, kinds)
     # The script may mean an infinity, but never NaN.
     is_nan = kinds.get(len(nodes) - 1) == "NaN"
-    infinite = None
-    masks = None
+    # The first infinity, by whether the script may mean it.
+    infinite: dict[bool, int] = {}
     infinite_input = None
     for place in _reaching(nodes, kinds):
         node = nodes[place]
@@ -101,15 +103,11 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
         is_mask = _is_mask(node, kind)
         if kind == "NaN" or not (is_nan or is_mask):
             return _maker(loss, place, results[place])
-        if is_mask and masks is None and not is_nan:
-            masks = place
-        elif infinite is None and not is_mask:
-            infinite = place
-    if infinite is None:
-        infinite = masks
-    if infinite is None:
-        return infinite_input or _division_by_zero(loss)
-    return _maker(loss, infinite, results[infinite])
+        infinite.setdefault(is_mask, place)
+    for is_mask, place in sorted(infinite.items()):
+        if not (is_nan and is_mask):
+            return _maker(loss, place, results[place])
+    return infinite_input or _division_by_zero(loss)
 
 
 def _division_by_zero(loss: KeptLoss) -> NonfiniteSource | None:
@@ -162,6 +160,10 @@ def _makers(nodes: Sequence[LossNode], kinds: Mapping[int, str]) -> set[int]:
         kind = kinds.get(place)
         # Minus infinity comes out of it only if all that goes in is masked.
         is_all_masked = bool(kind) and node.name == "LogsumexpBackward0"
+        # A constant that was not kept, or infinities that met, made its NaN.
+        is_passed_on = kind == "NaN" and node.name.startswith(_PASS_NAN)
+        if is_passed_on and _OUTPUT not in node.made_of:
+            inherited = {"NaN", "Inf"}
         if kind and (is_all_masked or kind not in inherited):
             makers.add(place)
         if kind == "":
@@ -291,11 +293,11 @@ def _call_of(node: LossNode, like: Tensor | None = None) -> Call | None:
     func = getattr(packet, _OVERLOADS.get(node.name, "default"), None)
     if func is None or not (node.name in _OVERLOADS or torch.Tag.pointwise in func.tags):
         return None
-    kept = {}
-    for name, value in node.readable_values().items():
+    kept = node.readable_values()
+    for name in node.saved:
         # The layouts of matrices are kept beside them.
-        if name != "result" and "_sym_" not in name:
-            kept[name] = value
+        if name == "result" or "_sym_" in name:
+            kept.pop(name, None)
     names = {argument.name for argument in func._schema.arguments}  # noqa: SLF001 # no public name
     for argument in func._schema.arguments:  # noqa: SLF001 # as above
         if kept.get(argument.name) is None and not argument.has_default_value():

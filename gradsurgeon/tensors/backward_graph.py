@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from gradsurgeon.tensors import _dist, _torch
-from gradsurgeon.tensors.readable import readable
+from gradsurgeon.tensors.readable import is_readable
 
 # A node, or a leaf at which a pass begins: getting the node of a leaf takes longer than using it.
 Root = Node | Tensor
@@ -68,8 +68,7 @@ class LossNode:
         """Return the saved values without tensors that cannot be read any more, such as parameters that FSDP has freed."""
         values = {}
         for name, value in self.saved.items():
-            is_freed = isinstance(value, Tensor) and readable(value) is None
-            if is_freed:
+            if isinstance(value, Tensor) and not is_readable(value):
                 values[UNREAD] = True
             else:
                 values[name] = value

@@ -11,7 +11,11 @@ def readable(tensor: Tensor) -> Tensor | None:
     FSDP frees whole parameters between passes, and a read of freed memory ends the process. Other tensors wrap the
     result of a collective that is under way, or have no numbers at all, as on the meta device.
     """
-    part = _dist.local(tensor)
-    if _torch.is_wrapper(part) or _torch.is_unreadable(part):
+    if not is_readable(tensor):
         return None
-    return part.detach()
+    return _dist.local(tensor).detach()
+
+
+def is_readable(tensor: Tensor) -> bool:
+    part = _dist.local(tensor)
+    return not (_torch.is_wrapper(part) or _torch.is_unreadable(part))

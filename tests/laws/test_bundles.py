@@ -232,7 +232,7 @@ def test_a_bundle_of_another_format_is_refused(
 ) -> None:
     place = shutil.copytree(made[1], tmp_path / "copy")
     rewrite(place, format=number)
-    with pytest.raises(GradSurgeonError, match="it has another format than 5"):
+    with pytest.raises(GradSurgeonError, match="it has another format than 6"):
         gradsurgeon.replay(place, net.build())
 
 

@@ -217,6 +217,18 @@ def test_one_pass_is_followed_and_stays_as_it_is() -> None:
     assert ", in forward: return large * large.square()" in line[2]
 
 
+def test_a_weight_that_may_have_been_nan_before_its_first_update_is_no_fault_of_the_update() -> (
+    None
+):
+    words = nn.Embedding(4, 3)
+    model = nn.Sequential(words, nn.Linear(3, 1))
+    with torch.no_grad():
+        words.weight[3] = torch.nan
+    training = fitted(model, sgd(model, 0.01), lambda _: model(torch.arange(3)).sum(), 3)
+    (event,) = told(training)
+    assert event.message.endswith("or checkpoint, in case NaN was there before")
+
+
 def test_a_late_sample_does_not_call_the_gradients_since_the_last_sample_finite() -> None:
     first = nn.Linear(4, 8)
     model = nn.Sequential(first, nn.Tanh(), nn.Linear(8, 1))

@@ -172,15 +172,34 @@ def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
     assert (diagnoses[0].operation, diagnoses[0].micro_batch) == ("aten.div", 2)
 
 
-def test_two_passes_through_one_output() -> None:
-    model = Net()
-    optimizer = sgd(model)
-    with stopped(model) as diagnoses:
-        out = model(batch())
-        (out - out).sqrt().sum().backward(retain_graph=True)
-        out.sum().backward()
-        optimizer.step()
-    assert (diagnoses[0].where, diagnoses[0].node) == ("backward", "SqrtBackward0")
+class NotDerived(torch.autograd.Function):
+    """Its derivative is NaN, of which a graph shows nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("nan")
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_two_passes_through_one_output(bad: int) -> None:
+    for act, where, number in (
+        (lambda x: (x - x).sqrt(), "backward", bad),
+        (NotDerived.apply, "output gradient", 0),
+    ):
+        model = Net()
+        optimizer = sgd(model)
+        with stopped(model) as diagnoses:
+            out = model(batch())
+            for passed in (1, 2):
+                loss = act(out) if passed == bad else out
+                loss.sum().backward(retain_graph=True)
+            optimizer.step()
+        assert (diagnoses[0].where, diagnoses[0].micro_batch) == (where, number)
+        assert ("the loss of each may be to blame" in diagnoses[0].reasons[0]) is (number == 0)
 
 
 def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:

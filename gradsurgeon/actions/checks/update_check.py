@@ -45,6 +45,10 @@ _BROKEN = (
     "the update made {names} non-finite although its gradients were finite. Look at the learning rate, and at "
     "eps of the optimizer: 1e-8 is 0 in float16"
 )
+_BROKEN_FIRST = (
+    "the first update left {names} non-finite although its gradients were finite. Look at the learning rate, at eps of "
+    "the optimizer: 1e-8 is 0 in float16, and at the initialization or checkpoint, in case NaN was there before"
+)
 _BROKEN_BETWEEN = (
     "{{names}} became non-finite within the last {updates} updates, and the gradients of the last one are finite. Look at "
     "the gradients of the updates before it (`nan-trap`), at the learning rate, and at eps of the optimizer: 1e-8 is 0 in "
@@ -124,12 +128,14 @@ class Unmoved(OptimizerCheck):
             span = number - self._sampled
             broken = _BROKEN_BETWEEN.format(updates=number - max(self._sampled, _FIRST))
             self._sampled = number
+        # Nothing shows what a tensor was before its first sample.
+        texts = {index: broken if index in self._samples else _BROKEN_FIRST for index in new}
         for indices in by_device(new, new):
             before = [self._samples.get(index, new[index]) for index in indices]
             after = [new[index] for index in indices]
             finite = torch.stack([values.isfinite().all() for values in after])
             seen = torch.stack([differing(before, after), finite.float()])
-            update.later(seen, partial(self._judge, update, indices, span, broken))
+            update.later(seen, partial(self._judge, update, indices, span, texts))
         if ends_window:
             self._samples = self._samples | new
         else:
@@ -137,22 +143,27 @@ class Unmoved(OptimizerCheck):
             self._samples = new | self._samples
 
     def _judge(
-        self, update: Update, indices: Sequence[int], span: int, broken: str, seen: Tensor
+        self,
+        update: Update,
+        indices: Sequence[int],
+        span: int,
+        texts: Mapping[int, str],
+        seen: Tensor,
     ) -> Findings:
         """Judge the samples of some tensors; they are compared with those of ``span`` updates before, if any."""
-        nonfinite = []
+        nonfinite: dict[str, list[int]] = {}
         for index, share, is_finite in zip(indices, *seen.tolist(), strict=True):
             if not is_finite and index not in self._nonfinite:
                 self._nonfinite.add(index)
                 if index in update.grads and update.has_finite_grad(index):
-                    nonfinite.append(index)
+                    nonfinite.setdefault(texts[index], []).append(index)
             if share:
                 self.owner.moved.add(index)
                 self._suspects.pop(index, None)
             elif span:
                 self._suspects[index] = self._suspects.get(index, 0) + span
-        if nonfinite:
-            yield Finding("non-finite", broken, tuple(nonfinite))
+        for text, its_indices in nonfinite.items():
+            yield Finding("non-finite", text, tuple(its_indices))
 
     def _causes(self, update: Update) -> Findings:
         """Yield one finding for each cause for which parameters that should have moved did not."""
