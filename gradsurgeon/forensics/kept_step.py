@@ -177,7 +177,7 @@ class KeptStep:
         nodes = graph.last_nodes(_MOST_NODES, [before, *spans], older=_MOST_OLDER)
         room = MAX_BYTES - self.bytes
         size = 0
-        # Of a loss that is too large the last operations keep their tensors.
+        # A loss that is too large keeps the tensors of its last operations.
         for node in reversed(nodes):
             saved = _bytes_of(node)
             if size + saved > room:

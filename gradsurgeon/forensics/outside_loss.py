@@ -113,9 +113,10 @@ def _source_of_value(loss: KeptLoss) -> NonfiniteSource | None:
 def _division_by_zero(loss: KeptLoss) -> NonfiniteSource | None:
     """Return the oldest division of unknown numbers by 0 that no choice follows."""
     for place, node in enumerate(loss.nodes):
+        if node.name != "DivBackward0":
+            continue
         divisor = _tensors_in(node).get("other")
-        later = [after.name for after in loss.nodes[place:]]
-        if node.name != "DivBackward0" or divisor is None or not set(later).isdisjoint(_MASKS):
+        if divisor is None or any(after.name in _MASKS for after in loss.nodes[place:]):
             continue
         if loss.value is not None and bool((divisor == 0).any()):
             advice = remedy_for("mathematics", node.name)

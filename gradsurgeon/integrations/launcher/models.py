@@ -83,7 +83,7 @@ class Models:
         self.event_command = EventCommand(settings, say_from_rank)
         # Whether the script has ended. Then the summary reports the events.
         self.at_end = False
-        # What was said while the script runs, without the names of models.
+        # The lines that were written while the script runs, without the names of models.
         self._said = set[str]()
         # The titles of the models in which a rule tripped, in the order of their first trips.
         self._tripped: list[str] = []
